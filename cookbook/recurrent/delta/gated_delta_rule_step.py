@@ -13,8 +13,8 @@ in flight to the other stages meanwhile. A row of a tile needs no other, so that
 Barrier table:
 
     barrier         arrivals                             who waits
-    filled[stage]   copies of a tile, and of its q, k    the warpgroup, before it loads the tile into registers
-                    and v
+    filled[stage]   copies of a tile, and of its q, k,   the warpgroup, before it loads the tile into registers
+                    v, and g if it is per channel
 
 Other names and layouts: those of `gated_delta_rule`, with the axis T of one token left out. In fla this is
 `fused_recurrent_gated_delta_rule`, in transformers `torch_recurrent_gated_delta_rule`; their states (B, H, N, P) are
@@ -62,30 +62,33 @@ class Config:
                 f"{self.blocks_per_sm=} 1 to 4 (registers)"
             )
 
-    def smem_bytes(self, key_dim: int) -> int:
-        """Shared memory of a block, with room for JAX's sums."""
-        return _smem_bytes(self, key_dim)
+    def smem_bytes(self, key_dim: int, per_channel: bool = False) -> int:
+        """Shared memory of a block, with room for JAX's sums. `per_channel`: g are those of `kda_step`."""
+        return _smem_bytes(self, key_dim, per_channel)
 
 
-def _scratch(config: Config, key_dim: int, dtype) -> dict:
+def _scratch(config: Config, key_dim: int, dtype, per_channel: bool) -> dict:
     stages = config.num_stages
+    gates = dict(g_smem=plgpu.SMEM((stages, key_dim), jnp.float32)) if per_channel else {}
     return dict(
         s_smem=plgpu.SMEM((stages, PIECE, key_dim), jnp.float32, **_device.swizzled(PIECE // 2, jnp.float32)),
         q_smem=plgpu.SMEM((stages, key_dim), dtype),
         k_smem=plgpu.SMEM((stages, key_dim), dtype),
         v_smem=plgpu.SMEM((stages, PIECE), dtype),
-        filled=_device.barriers(stages, 4),
+        **gates,
+        filled=_device.barriers(stages, 4 + len(gates)),
     )
 
 
 @functools.lru_cache
-def _smem_bytes(config: Config, key_dim: int) -> int:
-    return _device.smem_bytes(_scratch(config, key_dim, jnp.bfloat16)) + 2048
+def _smem_bytes(config: Config, key_dim: int, per_channel: bool) -> int:
+    return _device.smem_bytes(_scratch(config, key_dim, jnp.bfloat16, per_channel)) + 2048
 
 
 def _kernel(q_gmem, k_gmem, v_gmem, g_gmem, beta_gmem, state_gmem, o_gmem, *, num_tiles: int, num_stages: int,
-            scale: float, s_smem, q_smem, k_smem, v_smem, filled):  # fmt: skip
-    """`v_gmem` and `o_gmem` are (B, slices, 64), and `state_gmem` (B * slices * 64, N)."""
+            scale: float, s_smem, q_smem, k_smem, v_smem, filled, g_smem=None):  # fmt: skip
+    """`v_gmem` and `o_gmem` are (B, slices, 64), and `state_gmem` (B * slices * 64, N). With `g_smem`, g are per
+    channel, (B, H, N)."""
     block, blocks, slices = lax.axis_index("block"), lax.axis_size("block"), v_gmem.shape[1]
     per_head, per_key_head = slices // g_gmem.shape[1], slices // k_gmem.shape[1]
     turns = _device.div(num_tiles - block + (blocks - 1), blocks)
@@ -101,16 +104,22 @@ def _kernel(q_gmem, k_gmem, v_gmem, g_gmem, beta_gmem, state_gmem, o_gmem, *, nu
     def start_copies(i):
         stage, (tile, seq, value_slice) = _device.rem(i, num_stages), place(i)
         key_head = _device.div(value_slice, per_key_head)
-        sources = rows(tile), q_gmem.at[seq, key_head], k_gmem.at[seq, key_head], v_gmem.at[seq, value_slice]
-        for source, smem in zip(sources, (s_smem, q_smem, k_smem, v_smem), strict=True):
+        copies = [
+            (rows(tile), s_smem), (q_gmem.at[seq, key_head], q_smem), (k_gmem.at[seq, key_head], k_smem),
+            (v_gmem.at[seq, value_slice], v_smem),
+        ]  # fmt: skip
+        if g_smem is not None:
+            copies.append((g_gmem.at[seq, _device.div(value_slice, per_head)], g_smem))
+        for source, smem in copies:
             plgpu.copy_gmem_to_smem(source, smem.at[stage], filled.at[stage])
 
     def correct(state, i, stage):
         """(new state, o)."""
         _, seq, value_slice = place(i)
         head = _device.div(value_slice, per_head)
-        decay, beta = jnp.exp(g_gmem[seq, head]), beta_gmem[seq, head]
         across = lambda smem: lax.broadcast_in_dim(load(smem.at[stage], COLUMNS).astype(jnp.float32), state.shape, [1])
+        decay = jnp.exp(g_gmem[seq, head] if g_smem is None else across(g_smem))
+        beta = beta_gmem[seq, head]
         state, key = state * decay, across(k_smem)
         error = load(v_smem.at[stage], ROWS).astype(jnp.float32) - (state * key).sum(axis=1)
         state = state + lax.broadcast_in_dim(error * beta, state.shape, [0]) * key
@@ -134,28 +143,55 @@ def _kernel(q_gmem, k_gmem, v_gmem, g_gmem, beta_gmem, state_gmem, o_gmem, *, nu
     plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "config", "num_sms", "params"))
-def _call(q, k, v, g, beta, state, *, scale: float, config: Config, num_sms: int, params):
+@functools.partial(jax.jit, static_argnames=("op", "scale", "config", "num_sms", "params"))
+def _call(q, k, v, g, beta, state, *, op: str, scale: float, config: Config, num_sms: int, params):
     """From arrays to arrays. The reshapes join neighbouring axes, which moves nothing."""
     (batch, heads, size), dim = v.shape, k.shape[2]
-    slices, rows = heads * size // PIECE, _host.ref_of("gated_delta_rule_step", state.reshape(-1, dim))
+    slices, rows = heads * size // PIECE, _host.ref_of(op, state.reshape(-1, dim))
     o = _host.kernel(
         functools.partial(_kernel, num_tiles=batch * slices, num_stages=config.num_stages, scale=scale),
         out_type=jax.ShapeDtypeStruct((batch, slices, PIECE), v.dtype),
         grid=(min(num_sms * config.blocks_per_sm, batch * slices),),
         grid_names=("block",),
-        scratch_types=_scratch(config, dim, v.dtype),
+        scratch_types=_scratch(config, dim, v.dtype, g.ndim > 2),
         compiler_params=params,
     )(q, k, v.reshape(batch, slices, PIECE), g.astype(jnp.float32), beta.astype(jnp.float32), rows)
     o, rows = _host.apart((o, jax.freeze(rows)))
     return o.reshape(v.shape), rows.reshape(state.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "config", "num_sms", "params"))
+@functools.partial(jax.jit, static_argnames=("op", "scale", "config", "num_sms", "params"))
 def _call_on_ref(q, k, v, g, beta, state, **statics):
     """Inside `jit` a Ref is the value that it has at the time, and XLA gives all its values one buffer: no copies."""
     o, state[...] = _call(q, k, v, g, beta, state[...], **statics)
     return o
+
+
+def step(op: str, q, k, v, g, beta, state, scale, use_qk_l2norm, config, per_channel: bool = False):
+    """The results of `op`: `gated_delta_rule_step`, or `kda_step`, whose g are `per_channel`."""
+    q, k, v, g, beta = arguments.arrays(op, dict(q=q, k=k, v=v, g=g, beta=beta))
+    state, by_ref = arguments.state_or_ref(op, state)
+    arguments.check_delta(op, "B", q, k, v, g, beta, per_channel)
+    dim = q.shape[2]
+    arguments.check_state(op, "state", state, (*v.shape, dim))
+    scale = dim**-0.5 if scale is None else _host.option(op, "scale", scale, float)
+    if _host.option(op, "use_qk_l2norm", use_qk_l2norm, bool):
+        q, k = arguments.normalized(q), arguments.normalized(k)
+    config = _host.require_config(op, config, Config) or Config()
+    if 0 in v.shape:
+        return jnp.zeros(v.shape, v.dtype) if by_ref else (jnp.zeros(v.shape, v.dtype), state)
+    if (need := config.smem_bytes(dim, per_channel) * config.blocks_per_sm) > _device.SMEM_BYTES_MAX:
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: {config=} needs {need} bytes of shared memory of an SM for rows of {dim}, which "
+            f"has {_device.SMEM_BYTES_MAX}: lower num_stages or blocks_per_sm"
+        )
+    target = _host.require_target(op)
+    refuse = functools.partial(_host.without_gradient, op, f"{op}_reference, of the same module,")
+    q, k, v, g, beta = refuse(q, k, v, g, beta)
+    state = state if by_ref else refuse(state)[0]
+    call = _call_on_ref if by_ref else _call
+    params = _host.compiler_params(approx_math=True)
+    return call(q, k, v, g, beta, state, op=op, scale=scale, config=config, num_sms=target.num_sms, params=params)
 
 
 def gated_delta_rule_step(
@@ -198,29 +234,7 @@ def gated_delta_rule_step(
     """
     op = "gated_delta_rule_step"
     _host.elsewhere(op, others, arguments.ELSEWHERE_OF_DELTA)
-    q, k, v, g, beta = arguments.arrays(op, dict(q=q, k=k, v=v, g=g, beta=beta))
-    state, by_ref = arguments.state_or_ref(op, state)
-    arguments.check_delta(op, "B", q, k, v, g, beta)
-    dim = q.shape[2]
-    arguments.check_state(op, "state", state, (*v.shape, dim))
-    scale = dim**-0.5 if scale is None else _host.option(op, "scale", scale, float)
-    if _host.option(op, "use_qk_l2norm", use_qk_l2norm, bool):
-        q, k = arguments.normalized(q), arguments.normalized(k)
-    config = _host.require_config(op, config, Config) or Config()
-    if 0 in v.shape:
-        return jnp.zeros(v.shape, v.dtype) if by_ref else (jnp.zeros(v.shape, v.dtype), state)
-    if (need := config.smem_bytes(dim) * config.blocks_per_sm) > _device.SMEM_BYTES_MAX:
-        raise ValueError(
-            f"{_host.PACKAGE}.{op}: {config=} needs {need} bytes of shared memory of an SM for rows of {dim}, which "
-            f"has {_device.SMEM_BYTES_MAX}: lower num_stages or blocks_per_sm"
-        )
-    target = _host.require_target(op)
-    refuse = functools.partial(_host.without_gradient, op, f"{op}_reference, of the same module,")
-    q, k, v, g, beta = refuse(q, k, v, g, beta)
-    state = state if by_ref else refuse(state)[0]
-    call = _call_on_ref if by_ref else _call
-    params = _host.compiler_params(approx_math=True)
-    return call(q, k, v, g, beta, state, scale=scale, config=config, num_sms=target.num_sms, params=params)
+    return step(op, q, k, v, g, beta, state, scale, use_qk_l2norm, config)
 
 
 gated_delta_rule_step.Config = Config  # `cookbook.gated_delta_rule_step` is this function, not its module.

@@ -6,15 +6,7 @@
 Shapes: q and k (B, K, N); v and o (B, H, P); g (B, H, N); beta (B, H); state (B, H, P, N), float32, as of `kda`. K
 divides H: value head h reads key head h // (H // K). q, k and v are all bfloat16 or all float16, N and P 64 or 128.
 
-Role table: two blocks of one warpgroup on each SM, which stay. Each takes every so many tiles of 64 of a state's rows:
-it corrects one in registers, and writes it where it lay in shared memory, from where TMA stores it; the next tiles are
-in flight to the other stages meanwhile. A row of a tile needs no other, so that tiles of a head are independent.
-
-Barrier table:
-
-    barrier         arrivals                             who waits
-    filled[stage]   copies of a tile, and of its q, k,   the warpgroup, before it loads the tile into registers
-                    v and g
+Roles and barriers: those of `delta/gated_delta_rule_step.py`, whose kernel this is, with a gate for each channel.
 
 Other names and layouts: those of `kda`, with the axis T of one token left out. In fla this is `fused_recurrent_kda`,
 whose states (B, H, N, P) are transposed ones.
@@ -24,19 +16,15 @@ Not supported: differentiation, several tokens at a time (`kda` with an initial 
 Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture" (2025).
 """
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ... import _device, _host
-from ..._device import COLUMNS, PIECE, ROWS, load
+from ... import _host
 from .. import arguments
+from ..delta.gated_delta_rule_step import Config, flops, step
 from .kda import ELSEWHERE
+
+__all__ = ["Config", "bytes_moved", "flops", "kda_step", "kda_step_reference"]
 
 
 def kda_step_reference(q, k, v, g, beta, state, scale=None, use_qk_l2norm=False):
@@ -49,117 +37,6 @@ def kda_step_reference(q, k, v, g, beta, state, scale=None, use_qk_l2norm=False)
     state = state + change[..., None] * k[:, :, None]
     scale = k.shape[2] ** -0.5 if scale is None else scale
     return scale * (state * q[:, :, None]).sum(-1), state
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    num_stages: int = 3  # Tiles of a block in shared memory: one is worked on, the others are in flight.
-    blocks_per_sm: int = 2  # While one waits for its tile, the other computes.
-
-    def __post_init__(self):
-        if self.num_stages < 2 or not 1 <= self.blocks_per_sm <= 4:
-            raise ValueError(
-                f"{self.num_stages=} must be at least 2 (a tile is loaded while another is used), "
-                f"{self.blocks_per_sm=} 1 to 4 (registers)"
-            )
-
-    def smem_bytes(self, key_dim: int) -> int:
-        """Shared memory of a block, with room for JAX's sums."""
-        return _smem_bytes(self, key_dim)
-
-
-def _scratch(config: Config, key_dim: int, dtype) -> dict:
-    stages = config.num_stages
-    return dict(
-        s_smem=plgpu.SMEM((stages, PIECE, key_dim), jnp.float32, **_device.swizzled(PIECE // 2, jnp.float32)),
-        q_smem=plgpu.SMEM((stages, key_dim), dtype),
-        k_smem=plgpu.SMEM((stages, key_dim), dtype),
-        v_smem=plgpu.SMEM((stages, PIECE), dtype),
-        g_smem=plgpu.SMEM((stages, key_dim), jnp.float32),
-        filled=_device.barriers(stages, 5),
-    )
-
-
-@functools.lru_cache
-def _smem_bytes(config: Config, key_dim: int) -> int:
-    return _device.smem_bytes(_scratch(config, key_dim, jnp.bfloat16)) + 2048
-
-
-def _kernel(q_gmem, k_gmem, v_gmem, g_gmem, beta_gmem, state_gmem, o_gmem, *, num_tiles: int, num_stages: int,
-            scale: float, s_smem, q_smem, k_smem, v_smem, g_smem, filled):  # fmt: skip
-    """`v_gmem` and `o_gmem` are (B, slices, 64), and `state_gmem` (B * slices * 64, N)."""
-    block, blocks, slices = lax.axis_index("block"), lax.axis_size("block"), v_gmem.shape[1]
-    per_head, per_key_head = slices // g_gmem.shape[1], slices // k_gmem.shape[1]
-    turns = _device.div(num_tiles - block + (blocks - 1), blocks)
-
-    def place(i):
-        """(tile, sequence, slice of the values) of turn `i`."""
-        tile = block + i * blocks
-        return tile, _device.div(tile, slices), _device.rem(tile, slices)
-
-    def rows(tile):
-        return state_gmem.at[pl.ds(pl.multiple_of(tile * PIECE, PIECE), PIECE)]
-
-    def start_copies(i):
-        stage, (tile, seq, value_slice) = _device.rem(i, num_stages), place(i)
-        key_head, head = _device.div(value_slice, per_key_head), _device.div(value_slice, per_head)
-        sources = (
-            (rows(tile), s_smem), (q_gmem.at[seq, key_head], q_smem), (k_gmem.at[seq, key_head], k_smem),
-            (v_gmem.at[seq, value_slice], v_smem), (g_gmem.at[seq, head], g_smem),
-        )  # fmt: skip
-        for source, smem in sources:
-            plgpu.copy_gmem_to_smem(source, smem.at[stage], filled.at[stage])
-
-    def correct(state, i, stage):
-        """(new state, o)."""
-        _, seq, value_slice = place(i)
-        beta = beta_gmem[seq, _device.div(value_slice, per_head)]
-        across = lambda smem: lax.broadcast_in_dim(load(smem.at[stage], COLUMNS).astype(jnp.float32), state.shape, [1])
-        state, key = state * jnp.exp(across(g_smem)), across(k_smem)
-        error = load(v_smem.at[stage], ROWS).astype(jnp.float32) - (state * key).sum(axis=1)
-        state = state + lax.broadcast_in_dim(error * beta, state.shape, [0]) * key
-        return state, (state * across(q_smem)).sum(axis=1) * scale
-
-    for i in range(num_stages - 1):
-        pl.when(i < turns)(functools.partial(start_copies, i))
-
-    @pl.loop(0, turns)
-    def _(i):
-        stage, (tile, seq, value_slice) = _device.rem(i, num_stages), place(i)
-        plgpu.barrier_wait(filled.at[stage])
-        state, o = correct(load(s_smem.at[stage]), i, stage)
-        s_smem[stage] = state
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(s_smem.at[stage], rows(tile))
-        _device.store(o_gmem.at[seq, value_slice], o.astype(o_gmem.dtype))
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # The tile before has left its stage.
-        pl.when(i + num_stages - 1 < turns)(lambda: start_copies(i + num_stages - 1))
-
-    plgpu.wait_smem_to_gmem(0)
-
-
-@functools.partial(jax.jit, static_argnames=("scale", "config", "num_sms", "params"))
-def _call(q, k, v, g, beta, state, *, scale: float, config: Config, num_sms: int, params):
-    """From arrays to arrays. The reshapes join neighbouring axes, which moves nothing."""
-    (batch, heads, size), dim = v.shape, k.shape[2]
-    slices, rows = heads * size // PIECE, _host.ref_of("kda_step", state.reshape(-1, dim))
-    o = _host.kernel(
-        functools.partial(_kernel, num_tiles=batch * slices, num_stages=config.num_stages, scale=scale),
-        out_type=jax.ShapeDtypeStruct((batch, slices, PIECE), v.dtype),
-        grid=(min(num_sms * config.blocks_per_sm, batch * slices),),
-        grid_names=("block",),
-        scratch_types=_scratch(config, dim, v.dtype),
-        compiler_params=params,
-    )(q, k, v.reshape(batch, slices, PIECE), g.astype(jnp.float32), beta.astype(jnp.float32), rows)
-    o, rows = _host.apart((o, jax.freeze(rows)))
-    return o.reshape(v.shape), rows.reshape(state.shape)
-
-
-@functools.partial(jax.jit, static_argnames=("scale", "config", "num_sms", "params"))
-def _call_on_ref(q, k, v, g, beta, state, **statics):
-    """Inside `jit` a Ref is the value that it has at the time, and XLA gives all its values one buffer: no copies."""
-    o, state[...] = _call(q, k, v, g, beta, state[...], **statics)
-    return o
 
 
 def kda_step(
@@ -202,38 +79,10 @@ def kda_step(
     """
     op = "kda_step"
     _host.elsewhere(op, others, ELSEWHERE)
-    q, k, v, g, beta = arguments.arrays(op, dict(q=q, k=k, v=v, g=g, beta=beta))
-    state, by_ref = arguments.state_or_ref(op, state)
-    arguments.check_delta(op, "B", q, k, v, g, beta, per_channel=True)
-    dim = q.shape[2]
-    arguments.check_state(op, "state", state, (*v.shape, dim))
-    scale = dim**-0.5 if scale is None else _host.option(op, "scale", scale, float)
-    use_qk_l2norm = _host.option(op, "use_qk_l2norm", use_qk_l2norm, bool)
-    config = _host.require_config(op, config, Config) or Config()
-    if 0 in v.shape:
-        return jnp.zeros(v.shape, v.dtype) if by_ref else (jnp.zeros(v.shape, v.dtype), state)
-    if (need := config.smem_bytes(dim) * config.blocks_per_sm) > _device.SMEM_BYTES_MAX:
-        raise ValueError(
-            f"{_host.PACKAGE}.{op}: {config=} needs {need} bytes of shared memory of an SM for rows of {dim}, which "
-            f"has {_device.SMEM_BYTES_MAX}: lower num_stages or blocks_per_sm"
-        )
-    target = _host.require_target(op)
-    refuse = functools.partial(_host.without_gradient, op, f"{op}_reference, of the same module,")
-    q, k, v, g, beta = refuse(q, k, v, g, beta)
-    state = state if by_ref else refuse(state)[0]
-    if use_qk_l2norm:
-        q, k = arguments.normalized(q), arguments.normalized(k)
-    call = _call_on_ref if by_ref else _call
-    params = _host.compiler_params(approx_math=True)
-    return call(q, k, v, g, beta, state, scale=scale, config=config, num_sms=target.num_sms, params=params)
+    return step(op, q, k, v, g, beta, state, scale, use_qk_l2norm, config, per_channel=True)
 
 
 kda_step.Config = Config  # `cookbook.kda_step` is this function, not its module.
-
-
-def flops(batch: int, heads: int, key_dim: int, value_dim: int) -> int:
-    """A decay, two products with a vector, and an outer product."""
-    return 7 * batch * heads * key_dim * value_dim
 
 
 def bytes_moved(batch: int, key_heads: int, heads: int, key_dim: int, value_dim: int) -> int:
