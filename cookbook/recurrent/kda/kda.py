@@ -182,7 +182,7 @@ def _kda_bwd(plan: KdaPlan, residuals, cotangents):
         states = lambda x: None if x is None else as_states(x, plan.value_slices)
         *grads, d_initial = gradients(
             rows(q), rows(k), slices(v), rows(g), rows(beta), states(initial_state), cu_seqlens, *kept,
-            slices((do * plan.scale).astype(v.dtype)), states(d_final), plan=plan, params=params,
+            slices(do.astype(v.dtype)), states(d_final), plan=plan, params=params,
         )  # fmt: skip
         alike = lambda x, dx: dx.reshape(x.shape).astype(x.dtype)
         d_initial = None if initial_state is None else alike(initial_state, d_initial)

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradients of a chunk's operands, for all chunks at once: the parallel half of the backward pass of Kimi Delta
+Attention.
+
+From e and the state s before a chunk, which `kernel` made, and from dr and the gradient ds' of the state after it,
+which `kernel_backward` made, it computes the rest of the derivation in `gradients.py`, in its names.
+
+Shapes: q, k and g as in `kernel_prepare`; do and dr as v; e transposed, (chunks, slices, 64, 64); s and ds' (chunks,
+slices, 64, N). A channel of the keys needs no other, so each piece of 64 channels is a head of its own here, a *unit*.
+dq and dk are (rows, units, 64), also where value heads share q and k, and dg is (rows, units, 64) in float32. dbeta
+(units, chunks, 64) in float32 are the shares of the units.
+
+Two tokens part at a power of two b, as in `kernel_prepare`: t in the second and j in the first half of 2 b tokens. With
+the decays x[r, c] = exp(gates between token r and the boundary of those halves), the pairs that part at b give
+
+    dq[t]       = x[t] sum over j of beta[j] dw[t, j] (x k)[j]
+    dk_plus[t]  = x[t] sum over j of beta[j] dm[t, j] (x k)[j]
+    dk_minus[j] = x[j] sum over t of dm[t, j] (x k)[t] + dw[t, j] (x q)[t]
+
+The columns of t and those of j are not the same, so two products have it all, where one operand of the second is x q in
+the second halves and x k in the first. Of the matrices, one has beta[j] dm[t, j] below the diagonal and dm[t, j] above
+it, at row j and column t; the other has dw so. A comparison of the row with the column selects the pairs.
+
+What a pair adds to the gradient of the gates lies between j and t, in every row: the share of token t in those from the
+boundary to t, the share of j in those after j. So dg is a matrix of zeros and ones by the shares (64, 64), and no
+difference of sums is taken.
+
+Role table: one warpgroup per block, with one unit of one chunk; two blocks of an SM hide each other's latencies.
+
+Barrier table:
+
+    barrier   arrivals             who waits
+    filled    copies of operands   the warpgroup, before anything
+
+Bound by: instructions: for each of six powers of two an exponential and five products of 64 x 64 x 64.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ... import _device, _host
+from ..._device import COLUMNS, PIECE, ROWS, Index, Ref, Tiles, load, product, row_tiles, spread
+from ..sequences import Part
+from ..tiles import Operand, store_rows
+from .gates import HALF, LEAST_LOG2, NUM_BLOCKS, from_boundary, ones, split, sums, to_boundary
+from .plan import CHUNK, SQUARE, KdaPlan
+
+Q, K = DO, DR = S, DS = range(2)  # Places in shared memory.
+OF_K, OF_Q, SHARES = range(3)  # Squares in the place of the states: matrices of pairs, and shares in the gates.
+
+
+def _scratch(plan: KdaPlan) -> dict:
+    either = (lambda *refs: refs) if plan.interpreted else plgpu.RefUnion
+    views = lambda tiles: (tiles,) if plan.interpreted else tiles.refs
+    gates = row_tiles((1, 2, CHUNK, HALF), jnp.float32, plan.interpreted, by_eights=True)
+    return dict(
+        keys_smem=plan.rows(2, 1),  # q and k, then dq and dk.
+        gates_smem=either(*views(gates), plgpu.SMEM((2, *SQUARE), jnp.float16, **_device.swizzled())),
+        values_smem=either(*views(plan.rows(2, plan.slices_per_head)), plan.squares(2)),
+        e_smem=plan.squares(plan.slices_per_head),
+        states_smem=either(plan.squares(2, plan.slices_per_head), plan.squares(3)),
+        filled=_device.barriers(1, 4 + 5 * plan.slices_per_head),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Shared memory and indices of a block."""
+
+    plan: KdaPlan
+    part: Part  # The chunk.
+    unit: Index
+    rows: Index  # How many the chunk has.
+    keys: Tiles
+    gates: Tiles
+    parts: Ref  # Of the gates, in their place.
+    values: Tiles
+    faded: Ref  # In the place of `values`: keys that fade, and queries or keys that do.
+    e: Ref
+    states: Ref
+    squares: Ref  # In the place of `states`.
+
+    @property
+    def zero(self):
+        """Zero, which the compiler does not know: else it would keep addresses over the whole kernel, and spill them;
+        and ptxas before 13.3 overwrites registers of constants while a product still reads them."""
+        return jnp.minimum(self.rows, 0)
+
+    @property
+    def indices(self):
+        row, column = _device.indices()
+        return row + self.zero, column
+
+    @property
+    def head(self) -> Index:
+        return _device.div(self.unit, self.plan.pieces)
+
+    def multiply(self, pairs, onto=None):
+        return product(list(pairs), self.plan.interpreted, onto)
+
+    def multiply_slices(self, left, right):
+        """The sum of the products of `left(j)` and `right(j)` for all slices j."""
+        return self.multiply((left(j), right(j)) for j in range(self.plan.slices_per_head))
+
+    def sums(self, matrix):
+        return sums(matrix, self.parts, self.plan.interpreted)
+
+    def key(self, place):
+        """q or k in float32."""
+        return _as_float(self.keys.tiled.at[place, 0])
+
+
+def _as_float(ref):
+    return load(ref).astype(jnp.float32)
+
+
+def _kernel(
+    first_rows, num_rows, gmem, vectors, dq_gmem, dk_gmem, dg_gmem, dbeta_gmem, *, plan: KdaPlan, keys_smem,
+    gates_smem, values_smem, e_smem, states_smem, filled,
+):  # fmt: skip
+    chunk, unit = lax.axis_index("tile"), lax.axis_index("unit")
+    first, rows = first_rows[chunk], num_rows[chunk]
+    part = Part(first, first + rows, first + rows, chunk, chunk, CHUNK, plan.sequences.is_ragged, plan.interpreted)
+    views = lambda refs: Tiles.views(refs[0] if plan.interpreted else refs, plan.interpreted)
+    (*gates, parts), (*values, faded), (states, squares) = gates_smem, values_smem, states_smem
+    keys, gates, values = Tiles.views(keys_smem, plan.interpreted), views(gates), views(values)
+    shared = Shared(plan, part, unit, rows, keys, gates, parts, values, faded, e_smem, states, squares)
+
+    @pl.when(rows > 0)
+    def _():
+        _load(shared, gmem, filled)
+        split(gates, parts, 0)
+        plgpu.commit_smem()
+        decay = spread(load(vectors["decay"].at[unit, chunk], COLUMNS), 1)
+        beta, col_beta = (vectors[name].at[shared.head, chunk] for name in ("row_beta", "col_beta"))
+        beta, col_beta = spread(load(beta, ROWS), 0), spread(load(col_beta, COLUMNS), 1)
+        grads = _by_states(shared, beta, decay)
+        grads = _by_pairs(shared, beta, col_beta, *grads)
+        dq, dk, dg, dbeta = _by_blocks(shared, beta, *grads)
+        _device.store(dbeta_gmem.at[unit, chunk], dbeta)
+        # A gate that counts as `states.LEAST_DECAY` has none.
+        is_least = _as_float(parts.at[0]) + _as_float(parts.at[1]) <= LEAST_LOG2
+        dg = jnp.where(is_least, 0.0, dg)
+        plgpu.commit_smem()  # All warps have read the parts.
+        for place, grad in ((Q, dq), (K, dk)):
+            keys.tiled[place, 0] = grad.astype(plan.dtype)
+        for half in range(2):
+            gates.tiled[0, half] = dg[:, half * HALF : (half + 1) * HALF]
+        plgpu.commit_smem()
+        for place, out in ((Q, dq_gmem), (K, dk_gmem)):
+            store_rows(part, Tiles(None, keys.rows.at[place]), 0, out, unit, 0, first)
+        for half in range(2):
+            store_rows(part, Tiles(None, gates.rows.at[0]), half, dg_gmem, unit, half, first)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _load(shared: Shared, gmem: dict, filled):
+    """Loads the operands of a unit. Rows of other sequences are zeros."""
+    plan, unit, head = shared.plan, shared.unit, shared.head
+    p, num_slices = _device.rem(unit, plan.pieces), plan.slices_per_head
+    of_keys = plan.key_head(head) * plan.pieces + p
+    operands = [
+        (Operand(gmem["q"], shared.keys, of_keys, 1), Q),
+        (Operand(gmem["k"], shared.keys, of_keys, 1), K),
+        (Operand(gmem["g"], shared.gates, unit, 2), 0),
+        (Operand(gmem["do"], shared.values, head, num_slices), DO),
+        (Operand(gmem["dr"], shared.values, head, num_slices), DR),
+    ]
+    for operand, place in operands:
+        operand.copy(shared.part.first_row, CHUNK, place, filled)
+    for j in range(num_slices):
+        index = shared.part.first_chunk, head * num_slices + j
+        plgpu.copy_gmem_to_smem(gmem["e"].at[index], shared.e.at[j], filled)
+        for place, name in ((S, "s"), (DS, "ds")):
+            source = gmem[name].at[(*index, slice(None), pl.ds(p * PIECE, PIECE))]
+            plgpu.copy_gmem_to_smem(source, shared.states.at[place, j], filled)
+    plgpu.barrier_wait(filled)
+
+    @pl.when(shared.rows < CHUNK)
+    def _():
+        for operand, place in operands:
+            operand.clear(place, shared.rows, plan.interpreted)
+        plgpu.commit_smem()
+
+
+def _by_states(shared: Shared, beta, decay):
+    """(dq, dk, dg, dbeta) by way of the states. Leaves their place to `squares`."""
+    plan, zero, (row, _) = shared.plan, shared.zero, shared.indices
+    first = 0 * row
+    do, dr = (lambda j, place=place: shared.values.tiled.at[place, j] for place in (DO, DR))
+    s, ds = (lambda j, place=place: shared.states.at[place, j] for place in (S, DS))
+    from_start = jnp.exp2(shared.sums(ones(first, row)))
+    dq = shared.multiply_slices(do, s) * (from_start * plan.scale)
+    dk = shared.multiply_slices(dr, s) * -from_start
+    of_reads = shared.key(Q) * dq + shared.key(K) * dk
+    to_end = jnp.exp2(shared.sums(to_boundary(row, CHUNK + zero)))
+    written = shared.multiply_slices(lambda j: shared.e.at[j].T, ds) * to_end
+    dbeta = (shared.key(K) * written).sum(axis=1)
+    written *= beta
+    of_states = [_as_float(s(j)) * _as_float(ds(j)) for j in range(plan.slices_per_head)]
+    of_states = functools.reduce(jnp.add, of_states) * decay
+    shares = of_reads, shared.key(K) * written, of_states
+    plgpu.commit_smem()  # All warps have read the states.
+    for j, share in enumerate(shares):
+        shared.squares[j] = share.astype(plan.dtype)
+    plgpu.commit_smem()
+    # A gate is in the sums of later tokens from the start, in those of earlier ones to the end, and in the decay.
+    last = first + CHUNK - 1
+    matrices = [ones(*columns, plan.dtype) for columns in ((row, last), (first, row - 1), (first, last))]
+    dg = shared.multiply((matrix, shared.squares.at[j]) for j, matrix in enumerate(matrices))
+    plgpu.commit_smem()  # All warps have multiplied the shares.
+    return dq, dk + written, dg, dbeta
+
+
+def _by_pairs(shared: Shared, beta, col_beta, dq, dk, dg, dbeta):
+    """Stores the matrices of pairs, and adds what each token gives by itself. Leaves the place of values to `faded`."""
+    plan, (row, column) = shared.plan, shared.indices
+    e, e_transposed = (lambda j: shared.e.at[j]), (lambda j: shared.e.at[j].T)
+    for square, place, factor in ((OF_K, DR, -1.0), (OF_Q, DO, plan.scale)):
+        x, x_transposed = (lambda j: shared.values.tiled.at[place, j]), (lambda j: shared.values.tiled.at[place, j].T)
+        by_row = shared.multiply_slices(x, e) * factor
+        by_column = shared.multiply_slices(e_transposed, x_transposed) * factor
+        shared.squares[square] = jnp.where(row > column, by_row * col_beta, by_column).astype(plan.dtype)
+    diagonal = jnp.where(row == column, by_column, 0.0).sum(axis=1)
+    dbeta += diagonal * (shared.key(Q) * shared.key(K)).sum(axis=1)
+    diagonal = spread(diagonal, 0) * beta
+    plgpu.commit_smem()
+    return dq + diagonal * shared.key(K), dk + diagonal * shared.key(Q), dg, dbeta
+
+
+def _by_blocks(shared: Shared, beta, *grads):
+    """(dq, dk, dg, dbeta) with the pairs added that part at each power of two."""
+    plan, zero, (row, column), dtype = shared.plan, shared.zero, shared.indices, shared.plan.dtype
+
+    def add_block(i, carry):
+        dq, dk, dg, dbeta, block = carry
+        hidden = jnp.minimum(i, zero)
+        is_second, is_of_block = (row & block) != 0, ((row ^ column) & -block) == block
+        fade = jnp.exp2(shared.sums(to_boundary(row, block))).astype(dtype)
+        q, k = (load(shared.keys.tiled.at[place + hidden, 0]) for place in (Q, K))
+        shared.faded[0] = k * fade
+        shared.faded[1] = jnp.where(is_second, q, k) * fade
+        plgpu.commit_smem()
+        pairs = (load(shared.squares.at[square + hidden]) for square in (OF_K, OF_Q))
+        pairs = [jnp.where(is_of_block, x, jnp.zeros((), dtype)) for x in pairs]
+        by_keys, by_mixed = (shared.multiply([(x, shared.faded.at[j])]) for j, x in enumerate(pairs))
+        share = _as_float(shared.faded.at[0 + hidden]) * by_keys + _as_float(shared.faded.at[1 + hidden]) * by_mixed
+        dbeta += jnp.where(is_second, 0.0, share).sum(axis=1)
+        of_beta = jnp.where(is_second, 1.0, beta)
+        shared.squares[SHARES] = (share * of_beta).astype(dtype)
+        fade = fade.astype(jnp.float32)
+        dq += jnp.where(is_second, fade * by_mixed, 0.0)
+        dk += fade * of_beta * jnp.where(is_second, by_keys, by_keys + by_mixed)
+        plgpu.commit_smem()
+        dg = shared.multiply([(from_boundary(row, block, dtype), shared.squares.at[SHARES])], dg)
+        return dq, dk, dg, dbeta, _device.div(block, 2)
+
+    # The compiler would unroll a loop whose length it knows, and spill.
+    return lax.fori_loop(0, NUM_BLOCKS - zero, add_block, (*grads, zero + CHUNK // 2))[:-1]
+
+
+def launch(plan: KdaPlan, first_rows, num_rows, q, k, g, beta, do, dr, errors, states, d_states, decay, params):
+    """[dq, dk, dg, dbeta]. Rows of no sequence are not written."""
+    (num_rows_, _, size), units, chunks = g.shape, plan.heads * plan.pieces, plan.sequences.num_chunks
+    of_units = lambda x: x.reshape(len(x), -1, PIECE)
+    of_heads = lambda x: x.reshape(len(x), plan.heads, -1)
+    gmem = dict(
+        q=of_units(q), k=of_units(k), g=of_units(g), do=of_heads(do), dr=of_heads(dr), e=errors, s=states, ds=d_states
+    )
+    decay = decay.reshape(plan.heads, chunks, plan.pieces, PIECE).swapaxes(1, 2).reshape(units, chunks, PIECE)
+    out = (num_rows_, units, PIECE)
+    return _host.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=[
+            *[jax.ShapeDtypeStruct(out, plan.dtype)] * 2,
+            jax.ShapeDtypeStruct(out, jnp.float32),
+            jax.ShapeDtypeStruct((units, chunks, CHUNK), jnp.float32),
+        ],
+        grid=(chunks, units),
+        grid_names=("tile", "unit"),
+        scratch_types=_scratch(plan),
+        compiler_params=params,
+        # beta twice: JAX finds no layout for one reference loaded in two.
+    )(first_rows, num_rows, gmem, dict(decay=decay, row_beta=beta, col_beta=beta))
