@@ -11,8 +11,7 @@ import math
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ... import _device
-from ..._device import PIECE, Ref, Tiles, load, product
+from ..._device import COLUMNS, PIECE, ROWS, Ref, Tiles, load, product, spread
 from ..states import LEAST_DECAY
 
 NUM_BLOCKS = 6  # Powers of two at which two tokens of a chunk can part.
@@ -38,19 +37,25 @@ def sums(matrix, parts: Ref, interpreted: bool):
     return product([(matrix, parts.at[part]) for part in range(2)], interpreted)
 
 
-def ones(first, last, dtype=jnp.float16):
+def indices(zero):
+    """(row, column) of each value of a product, made of those of rows and of columns, which take 18 registers. A `zero`
+    that the compiler does not know keeps it from comparing them all before a loop."""
+    of = lambda dim, layout: plgpu.broadcasted_iota(jnp.int32, (PIECE,), 0, layout=layout)
+    return [spread(of(dim, layout) + zero, dim) for dim, layout in enumerate((ROWS, COLUMNS))]
+
+
+def ones(first, last, column, dtype=jnp.float16):
     """(64, 64): ones from column `first` to `last` of each row, which are matrices themselves."""
-    _, column = _device.indices()
     return jnp.where((column >= first) & (column <= last), 1.0, 0.0).astype(dtype)
 
 
-def to_boundary(row, block):
+def to_boundary(row, column, block):
     """The matrix that sums the gates between a token and the boundary of its 2 `block` tokens."""
     is_second = (row & block) != 0
-    return ones(jnp.where(is_second, row & -block, row + 1), jnp.where(is_second, row, row | (block - 1)))
+    return ones(jnp.where(is_second, row & -block, row + 1), jnp.where(is_second, row, row | (block - 1)), column)
 
 
-def from_boundary(row, block, dtype):
+def from_boundary(row, column, block, dtype):
     """The transpose of `to_boundary`: a row for each gate, with ones for the tokens whose sums it is in."""
     is_second = (row & block) != 0
-    return ones(jnp.where(is_second, row, row & -block), jnp.where(is_second, row | (block - 1), row - 1), dtype)
+    return ones(jnp.where(is_second, row, row & -block), jnp.where(is_second, row | (block - 1), row - 1), column, dtype)

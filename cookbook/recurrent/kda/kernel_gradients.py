@@ -48,7 +48,7 @@ from ... import _device, _host
 from ..._device import COLUMNS, PIECE, ROWS, Index, Ref, Tiles, load, product, row_tiles, spread
 from ..sequences import Part
 from ..tiles import Operand, store_rows
-from .gates import HALF, LEAST_LOG2, NUM_BLOCKS, from_boundary, ones, split, sums, to_boundary
+from .gates import HALF, LEAST_LOG2, NUM_BLOCKS, from_boundary, indices, ones, split, sums, to_boundary
 from .plan import CHUNK, SQUARE, KdaPlan
 
 Q, K = DO, DR = S, DS = range(2)  # Places in shared memory.
@@ -90,12 +90,12 @@ class Shared:
     def zero(self):
         """Zero, which the compiler does not know: else it would keep addresses over the whole kernel, and spill them;
         and ptxas before 13.3 overwrites registers of constants while a product still reads them."""
-        return jnp.minimum(self.rows, 0)
+        return self.rows & 2**30
 
-    @property
-    def indices(self):
-        row, column = _device.indices()
-        return row + self.zero, column
+    def turns(self, count: int):
+        """`count`, which the compiler does not know: it would unroll a loop of it. And another bit than `zero`: it would
+        know that zero is 0 where a loop has turns."""
+        return count - (self.rows & 2**29)
 
     @property
     def head(self) -> Index:
@@ -189,45 +189,68 @@ def _load(shared: Shared, gmem: dict, filled):
         plgpu.commit_smem()
 
 
+def _apart(shared: Shared, body, shapes):
+    """`body()`, arrays in float32 of these shapes, in a loop of one turn, whose length the compiler does not know. So it
+    computes nothing else meanwhile, for which registers are too few."""
+    zeros = [_zeros(shape) for shape in shapes]
+    return lax.fori_loop(0, shared.turns(1), lambda *_: list(body()), zeros)
+
+
+def _zeros(shape):
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA if len(shape) == 2 else ROWS)
+
+
 def _by_states(shared: Shared, beta, decay):
     """(dq, dk, dg, dbeta) by way of the states. Leaves their place to `squares`."""
-    plan, zero, (row, _) = shared.plan, shared.zero, shared.indices
+    plan, zero = shared.plan, shared.zero
+    row, column = indices(zero)
     first = 0 * row
     do, dr = (lambda j, place=place: shared.values.tiled.at[place, j] for place in (DO, DR))
     s, ds = (lambda j, place=place: shared.states.at[place, j] for place in (S, DS))
-    from_start = jnp.exp2(shared.sums(ones(first, row)))
-    dq = shared.multiply_slices(do, s) * (from_start * plan.scale)
-    dk = shared.multiply_slices(dr, s) * -from_start
-    of_reads = shared.key(Q) * dq + shared.key(K) * dk
-    to_end = jnp.exp2(shared.sums(to_boundary(row, CHUNK + zero)))
-    written = shared.multiply_slices(lambda j: shared.e.at[j].T, ds) * to_end
-    dbeta = (shared.key(K) * written).sum(axis=1)
-    written *= beta
+
+    def by_reads():
+        from_start = jnp.exp2(shared.sums(ones(first, row, column)))
+        dq = shared.multiply_slices(do, s) * (from_start * plan.scale)
+        minus_dk = shared.multiply_slices(dr, s) * from_start
+        return dq, minus_dk, shared.key(Q) * dq - shared.key(K) * minus_dk
+
+    def by_writes():
+        to_end = jnp.exp2(shared.sums(to_boundary(row, column, CHUNK + zero)))
+        dk = shared.multiply_slices(lambda j: shared.e.at[j].T, ds) * to_end
+        share = shared.key(K) * dk
+        return dk * beta - minus_dk, share * beta, share.sum(axis=1)
+
+    dq, minus_dk, of_reads = _apart(shared, by_reads, [SQUARE] * 3)
+    dk, of_writes, dbeta = _apart(shared, by_writes, [SQUARE, SQUARE, (CHUNK,)])
     of_states = [_as_float(s(j)) * _as_float(ds(j)) for j in range(plan.slices_per_head)]
     of_states = functools.reduce(jnp.add, of_states) * decay
-    shares = of_reads, shared.key(K) * written, of_states
     plgpu.commit_smem()  # All warps have read the states.
-    for j, share in enumerate(shares):
+    for j, share in enumerate((of_reads, of_writes, of_states)):
         shared.squares[j] = share.astype(plan.dtype)
     plgpu.commit_smem()
     # A gate is in the sums of later tokens from the start, in those of earlier ones to the end, and in the decay.
     last = first + CHUNK - 1
-    matrices = [ones(*columns, plan.dtype) for columns in ((row, last), (first, row - 1), (first, last))]
+    matrices = [ones(*columns, column, plan.dtype) for columns in ((row, last), (first, row - 1), (first, last))]
     dg = shared.multiply((matrix, shared.squares.at[j]) for j, matrix in enumerate(matrices))
     plgpu.commit_smem()  # All warps have multiplied the shares.
-    return dq, dk + written, dg, dbeta
+    return dq, dk, dg, dbeta
 
 
 def _by_pairs(shared: Shared, beta, col_beta, dq, dk, dg, dbeta):
     """Stores the matrices of pairs, and adds what each token gives by itself. Leaves the place of values to `faded`."""
-    plan, (row, column) = shared.plan, shared.indices
-    e, e_transposed = (lambda j: shared.e.at[j]), (lambda j: shared.e.at[j].T)
-    for square, place, factor in ((OF_K, DR, -1.0), (OF_Q, DO, plan.scale)):
-        x, x_transposed = (lambda j: shared.values.tiled.at[place, j]), (lambda j: shared.values.tiled.at[place, j].T)
-        by_row = shared.multiply_slices(x, e) * factor
-        by_column = shared.multiply_slices(e_transposed, x_transposed) * factor
-        shared.squares[square] = jnp.where(row > column, by_row * col_beta, by_column).astype(plan.dtype)
-    diagonal = jnp.where(row == column, by_column, 0.0).sum(axis=1)
+    plan, zero = shared.plan, shared.zero
+
+    def store_matrix(square, _):
+        row, column = indices(jnp.minimum(square, zero))
+        x, e = shared.values.tiled.at[1 - square], shared.e
+        by_row = shared.multiply_slices(lambda j: x.at[j], lambda j: e.at[j])
+        by_column = shared.multiply_slices(lambda j: e.at[j].T, lambda j: x.at[j].T)
+        factor = jnp.where(square == OF_Q, plan.scale, -1.0)
+        pairs = jnp.where(row > column, by_row * col_beta, by_column) * factor
+        shared.squares[square] = pairs.astype(plan.dtype)
+        return jnp.where(row == column, pairs, 0.0).sum(axis=1)
+
+    diagonal = lax.fori_loop(OF_K, shared.turns(OF_Q + 1), store_matrix, _zeros((CHUNK,)))
     dbeta += diagonal * (shared.key(Q) * shared.key(K)).sum(axis=1)
     diagonal = spread(diagonal, 0) * beta
     plgpu.commit_smem()
@@ -236,13 +259,14 @@ def _by_pairs(shared: Shared, beta, col_beta, dq, dk, dg, dbeta):
 
 def _by_blocks(shared: Shared, beta, *grads):
     """(dq, dk, dg, dbeta) with the pairs added that part at each power of two."""
-    plan, zero, (row, column), dtype = shared.plan, shared.zero, shared.indices, shared.plan.dtype
+    zero, dtype = shared.zero, shared.plan.dtype
 
     def add_block(i, carry):
         dq, dk, dg, dbeta, block = carry
         hidden = jnp.minimum(i, zero)
+        row, column = indices(hidden)
         is_second, is_of_block = (row & block) != 0, ((row ^ column) & -block) == block
-        fade = jnp.exp2(shared.sums(to_boundary(row, block))).astype(dtype)
+        fade = jnp.exp2(shared.sums(to_boundary(row, column, block))).astype(dtype)
         q, k = (load(shared.keys.tiled.at[place + hidden, 0]) for place in (Q, K))
         shared.faded[0] = k * fade
         shared.faded[1] = jnp.where(is_second, q, k) * fade
@@ -258,11 +282,10 @@ def _by_blocks(shared: Shared, beta, *grads):
         dq += jnp.where(is_second, fade * by_mixed, 0.0)
         dk += fade * of_beta * jnp.where(is_second, by_keys, by_keys + by_mixed)
         plgpu.commit_smem()
-        dg = shared.multiply([(from_boundary(row, block, dtype), shared.squares.at[SHARES])], dg)
+        dg = shared.multiply([(from_boundary(row, column, block, dtype), shared.squares.at[SHARES])], dg)
         return dq, dk, dg, dbeta, _device.div(block, 2)
 
-    # The compiler would unroll a loop whose length it knows, and spill.
-    return lax.fori_loop(0, NUM_BLOCKS - zero, add_block, (*grads, zero + CHUNK // 2))[:-1]
+    return lax.fori_loop(0, shared.turns(NUM_BLOCKS), add_block, (*grads, zero + CHUNK // 2))[:-1]
 
 
 def launch(plan: KdaPlan, first_rows, num_rows, q, k, g, beta, do, dr, errors, states, d_states, decay, params):
@@ -285,6 +308,6 @@ def launch(plan: KdaPlan, first_rows, num_rows, q, k, g, beta, do, dr, errors, s
         grid=(chunks, units),
         grid_names=("tile", "unit"),
         scratch_types=_scratch(plan),
-        compiler_params=params,
+        compiler_params=dataclasses.replace(params, reduction_scratch_bytes=0),  # All sums are within warps.
         # beta twice: JAX finds no layout for one reference loaded in two.
     )(first_rows, num_rows, gmem, dict(decay=decay, row_beta=beta, col_beta=beta))

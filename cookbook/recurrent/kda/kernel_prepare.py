@@ -47,7 +47,7 @@ from ... import _device, _host
 from ..._device import COLUMNS, PIECE, ROWS, Ref, Tiles, load, product, row_tiles, spread, swizzled
 from ..delta.kernel_inverse import STRIP, _inverse, _masks
 from ..tiles import Operand
-from .gates import HALF, NUM_BLOCKS, ones, split, sums, to_boundary
+from .gates import HALF, NUM_BLOCKS, indices, ones, split, sums, to_boundary
 from .plan import CHUNK, INVERSE, KEYS_READ, SQUARE, WEIGHTS, KdaPlan
 
 NORM_EPSILON = 1e-6  # Under the root, as in fla's l2norm.
@@ -136,8 +136,8 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
     zero = jnp.minimum(rows, 0)
 
     # Rows decayed from the chunk's start.
-    row, column = _device.indices()
-    from_start = ones(0 * row + zero, row + zero)
+    row, column = indices(zero)
+    from_start = ones(0 * row, row, column)
     for p in pieces:
         decay = decays(from_start, p)
         put(queries_smem.at[p], plan.queries + p, load(q_smem.tiled.at[0, p]) * (decay * plan.scale).astype(plan.dtype))
@@ -148,7 +148,7 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
         pairs, block = carry
         stage = jnp.minimum(i, zero)
         mixed, keys = queries_smem, k_smem.tiled.at[stage]
-        matrix, is_second = to_boundary(row, block), (row & block) != 0
+        matrix, is_second = to_boundary(row, column, block), (row & block) != 0
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.commit_smem()  # All warps have multiplied what the tiles hold.
         for p in pieces:
@@ -170,7 +170,7 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
     # The inverse, in the place of the gates, once all warps have multiplied what the tiles hold.
     plgpu.commit_smem()
     put(queries_smem.at[0], WEIGHTS, w)
-    to_end = to_boundary(row, CHUNK + zero)
+    to_end = to_boundary(row, column, CHUNK + zero)
     for p in pieces:
         decay = decays(to_end, p) * spread(load(rows_smem, ROWS), 0)
         put(k_smem.tiled.at[0, p], plan.keys_written + p, k[p] * decay.astype(plan.dtype))
