@@ -37,16 +37,23 @@ def sums(matrix, parts: Ref, interpreted: bool):
     return product([(matrix, parts.at[part]) for part in range(2)], interpreted)
 
 
-def indices(zero):
-    """(row, column) of each value of a product, made of those of rows and of columns, which take 18 registers. A `zero`
-    that the compiler does not know keeps it from comparing them all before a loop."""
-    of = lambda dim, layout: plgpu.broadcasted_iota(jnp.int32, (PIECE,), 0, layout=layout)
-    return [spread(of(dim, layout) + zero, dim) for dim, layout in enumerate((ROWS, COLUMNS))]
+def indices(of_rows, of_columns):
+    """(The row, the column) of each row, and of each column, of a product. Both arguments are zeros which the compiler
+    does not know: else it would compute with indices long before a loop, and spill."""
+    iota = lambda layout: plgpu.broadcasted_iota(jnp.int32, (PIECE,), 0, layout=layout)
+    return iota(ROWS) + of_rows, iota(COLUMNS) + of_columns
 
 
 def ones(first, last, column, dtype=jnp.float16):
-    """(64, 64): ones from column `first` to `last` of each row, which are matrices themselves."""
-    return jnp.where((column >= first) & (column <= last), 1.0, 0.0).astype(dtype)
+    """(64, 64): ones from column `first` to `last` of each row, which may be the one before `first`.
+
+    By arithmetic, which takes two numbers of 16 bits at once: a comparison and a selection take one.
+    """
+    middle, reach = (first + last).astype(jnp.float32) * 0.5, (last - first).astype(jnp.float32) * 0.5 + 1.0
+    column, middle, reach = (
+        spread(x.astype(jnp.float32).astype(dtype), dim) for x, dim in ((column, 1), (middle, 0), (reach, 0))
+    )
+    return jnp.clip(reach - jnp.abs(column - middle), 0, 1)
 
 
 def to_boundary(row, column, block):
@@ -58,4 +65,11 @@ def to_boundary(row, column, block):
 def from_boundary(row, column, block, dtype):
     """The transpose of `to_boundary`: a row for each gate, with ones for the tokens whose sums it is in."""
     is_second = (row & block) != 0
-    return ones(jnp.where(is_second, row, row & -block), jnp.where(is_second, row | (block - 1), row - 1), column, dtype)
+    first, last = jnp.where(is_second, row, row & -block), jnp.where(is_second, row | (block - 1), row - 1)
+    return ones(first, last, column, dtype)
+
+
+def parted(row, column, block, dtype):
+    """(64, 64): ones for the pairs of tokens that part at `block`."""
+    first = (row & -block) ^ block
+    return ones(first, first + block - 1, column, dtype)

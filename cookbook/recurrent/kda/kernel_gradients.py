@@ -48,7 +48,7 @@ from ... import _device, _host
 from ..._device import COLUMNS, PIECE, ROWS, Index, Ref, Tiles, load, product, row_tiles, spread
 from ..sequences import Part
 from ..tiles import Operand, store_rows
-from .gates import HALF, LEAST_LOG2, NUM_BLOCKS, from_boundary, indices, ones, split, sums, to_boundary
+from .gates import HALF, LEAST_LOG2, NUM_BLOCKS, from_boundary, indices, ones, parted, split, sums, to_boundary
 from .plan import CHUNK, SQUARE, KdaPlan
 
 Q, K = DO, DR = S, DS = range(2)  # Places in shared memory.
@@ -83,6 +83,7 @@ class Shared:
     values: Tiles
     faded: Ref  # In the place of `values`: keys that fade, and queries or keys that do.
     e: Ref
+    fade: Ref  # In the place of `e`: decays.
     states: Ref
     squares: Ref  # In the place of `states`.
 
@@ -130,7 +131,7 @@ def _kernel(
     views = lambda refs: Tiles.views(refs[0] if plan.interpreted else refs, plan.interpreted)
     (*gates, parts), (*values, faded), (states, squares) = gates_smem, values_smem, states_smem
     keys, gates, values = Tiles.views(keys_smem, plan.interpreted), views(gates), views(values)
-    shared = Shared(plan, part, unit, rows, keys, gates, parts, values, faded, e_smem, states, squares)
+    shared = Shared(plan, part, unit, rows, keys, gates, parts, values, faded, e_smem, e_smem, states, squares)
 
     @pl.when(rows > 0)
     def _():
@@ -139,7 +140,7 @@ def _kernel(
         plgpu.commit_smem()
         decay = spread(load(vectors["decay"].at[unit, chunk], COLUMNS), 1)
         beta, col_beta = (vectors[name].at[shared.head, chunk] for name in ("row_beta", "col_beta"))
-        beta, col_beta = spread(load(beta, ROWS), 0), spread(load(col_beta, COLUMNS), 1)
+        beta, col_beta = load(beta, ROWS), spread(load(col_beta, COLUMNS), 1)
         grads = _by_states(shared, beta, decay)
         grads = _by_pairs(shared, beta, col_beta, *grads)
         dq, dk, dg, dbeta = _by_blocks(shared, beta, *grads)
@@ -202,23 +203,21 @@ def _zeros(shape):
 
 def _by_states(shared: Shared, beta, decay):
     """(dq, dk, dg, dbeta) by way of the states. Leaves their place to `squares`."""
-    plan, zero = shared.plan, shared.zero
-    row, column = indices(zero)
-    first = 0 * row
+    plan, (row, column) = shared.plan, indices(shared.zero, shared.zero)
     do, dr = (lambda j, place=place: shared.values.tiled.at[place, j] for place in (DO, DR))
     s, ds = (lambda j, place=place: shared.states.at[place, j] for place in (S, DS))
 
     def by_reads():
-        from_start = jnp.exp2(shared.sums(ones(first, row, column)))
+        from_start = jnp.exp2(shared.sums(ones(0 * row, row, column)))
         dq = shared.multiply_slices(do, s) * (from_start * plan.scale)
         minus_dk = shared.multiply_slices(dr, s) * from_start
         return dq, minus_dk, shared.key(Q) * dq - shared.key(K) * minus_dk
 
     def by_writes():
-        to_end = jnp.exp2(shared.sums(to_boundary(row, column, CHUNK + zero)))
+        to_end = jnp.exp2(shared.sums(to_boundary(row, column, CHUNK + shared.zero)))
         dk = shared.multiply_slices(lambda j: shared.e.at[j].T, ds) * to_end
         share = shared.key(K) * dk
-        return dk * beta - minus_dk, share * beta, share.sum(axis=1)
+        return dk * spread(beta, 0) - minus_dk, share * spread(beta, 0), share.sum(axis=1)
 
     dq, minus_dk, of_reads = _apart(shared, by_reads, [SQUARE] * 3)
     dk, of_writes, dbeta = _apart(shared, by_writes, [SQUARE, SQUARE, (CHUNK,)])
@@ -229,7 +228,7 @@ def _by_states(shared: Shared, beta, decay):
         shared.squares[j] = share.astype(plan.dtype)
     plgpu.commit_smem()
     # A gate is in the sums of later tokens from the start, in those of earlier ones to the end, and in the decay.
-    last = first + CHUNK - 1
+    first, last = 0 * row, 0 * row + CHUNK - 1
     matrices = [ones(*columns, column, plan.dtype) for columns in ((row, last), (first, row - 1), (first, last))]
     dg = shared.multiply((matrix, shared.squares.at[j]) for j, matrix in enumerate(matrices))
     plgpu.commit_smem()  # All warps have multiplied the shares.
@@ -241,7 +240,7 @@ def _by_pairs(shared: Shared, beta, col_beta, dq, dk, dg, dbeta):
     plan, zero = shared.plan, shared.zero
 
     def store_matrix(square, _):
-        row, column = indices(jnp.minimum(square, zero))
+        row, column = (spread(x, dim) for dim, x in enumerate(indices(*[jnp.minimum(square, zero)] * 2)))
         x, e = shared.values.tiled.at[1 - square], shared.e
         by_row = shared.multiply_slices(lambda j: x.at[j], lambda j: e.at[j])
         by_column = shared.multiply_slices(lambda j: e.at[j].T, lambda j: x.at[j].T)
@@ -252,7 +251,7 @@ def _by_pairs(shared: Shared, beta, col_beta, dq, dk, dg, dbeta):
 
     diagonal = lax.fori_loop(OF_K, shared.turns(OF_Q + 1), store_matrix, _zeros((CHUNK,)))
     dbeta += diagonal * (shared.key(Q) * shared.key(K)).sum(axis=1)
-    diagonal = spread(diagonal, 0) * beta
+    diagonal = spread(diagonal * beta, 0)
     plgpu.commit_smem()
     return dq + diagonal * shared.key(K), dk + diagonal * shared.key(Q), dg, dbeta
 
@@ -264,23 +263,29 @@ def _by_blocks(shared: Shared, beta, *grads):
     def add_block(i, carry):
         dq, dk, dg, dbeta, block = carry
         hidden = jnp.minimum(i, zero)
-        row, column = indices(hidden)
-        is_second, is_of_block = (row & block) != 0, ((row ^ column) & -block) == block
+        row, column = indices(hidden, shared.rows & 2**28)
+        is_second = (row & block) != 0
         fade = jnp.exp2(shared.sums(to_boundary(row, column, block))).astype(dtype)
         q, k = (load(shared.keys.tiled.at[place + hidden, 0]) for place in (Q, K))
         shared.faded[0] = k * fade
-        shared.faded[1] = jnp.where(is_second, q, k) * fade
+        shared.faded[1] = jnp.where(spread(is_second, 0), q, k) * fade
+        shared.fade[0] = fade
         plgpu.commit_smem()
-        pairs = (load(shared.squares.at[square + hidden]) for square in (OF_K, OF_Q))
-        pairs = [jnp.where(is_of_block, x, jnp.zeros((), dtype)) for x in pairs]
-        by_keys, by_mixed = (shared.multiply([(x, shared.faded.at[j])]) for j, x in enumerate(pairs))
+        mask = parted(row, column, block, dtype)
+        by_keys, by_mixed = (
+            shared.multiply([(load(shared.squares.at[square + hidden]) * mask, shared.faded.at[j])])
+            for j, square in enumerate((OF_K, OF_Q))
+        )
         share = _as_float(shared.faded.at[0 + hidden]) * by_keys + _as_float(shared.faded.at[1 + hidden]) * by_mixed
-        dbeta += jnp.where(is_second, 0.0, share).sum(axis=1)
-        of_beta = jnp.where(is_second, 1.0, beta)
-        shared.squares[SHARES] = (share * of_beta).astype(dtype)
-        fade = fade.astype(jnp.float32)
-        dq += jnp.where(is_second, fade * by_mixed, 0.0)
-        dk += fade * of_beta * jnp.where(is_second, by_keys, by_keys + by_mixed)
+        of_reads = jnp.where(is_second, 1.0, 0.0)
+        of_writes = 1.0 - of_reads
+        dbeta += share.sum(axis=1) * of_writes
+        of_both = spread(of_reads + of_writes * beta, 0)
+        shared.squares[SHARES] = (share * of_both).astype(dtype)
+        fade = _as_float(shared.fade.at[0 + hidden])
+        by_mixed *= fade
+        dq += by_mixed * spread(of_reads, 0)
+        dk += by_keys * fade * of_both + by_mixed * spread(of_writes * beta, 0)
         plgpu.commit_smem()
         dg = shared.multiply([(from_boundary(row, column, block, dtype), shared.squares.at[SHARES])], dg)
         return dq, dk, dg, dbeta, _device.div(block, 2)

@@ -136,7 +136,7 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
     zero = jnp.minimum(rows, 0)
 
     # Rows decayed from the chunk's start.
-    row, column = indices(zero)
+    row, column = indices(zero, zero)
     from_start = ones(0 * row, row, column)
     for p in pieces:
         decay = decays(from_start, p)
@@ -153,17 +153,19 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
         plgpu.commit_smem()  # All warps have multiplied what the tiles hold.
         for p in pieces:
             decay = decays(matrix, p).astype(plan.dtype)
-            mixed[p] = jnp.where(is_second, load(q_smem.tiled.at[stage, p]), k[p]) * decay
+            mixed[p] = jnp.where(spread(is_second, 0), load(q_smem.tiled.at[stage, p]), k[p]) * decay
             keys[p] = k[p] * decay
         plgpu.commit_smem()
         of_block = product([(keys.at[p], mixed.at[p].T) for p in pieces], plan.interpreted)
-        return jnp.where((row & -2 * block) == (column & -2 * block), of_block, pairs), _device.div(block, 2)
+        is_nearer = spread(row & -2 * block, 0) == spread(column & -2 * block, 1)
+        return jnp.where(is_nearer, of_block, pairs), _device.div(block, 2)
 
     zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), plgpu.Layout.WGMMA)
     # The compiler would unroll a loop whose length it knows, and spill.
     pairs, _ = lax.fori_loop(0, jnp.where(rows > 0, NUM_BLOCKS, 1), add_block, (zeros, zero + CHUNK // 2))
     beta = spread(load(rows_smem, ROWS), 0)
-    w = jnp.where(row < column, pairs, jnp.where(row == column, spread(load(diagonal_smem, ROWS), 0), 0.0))
+    distance = spread(row, 0) - spread(column, 1)
+    w = jnp.where(distance < 0, pairs, jnp.where(distance == 0, spread(load(diagonal_smem, ROWS), 0), 0.0))
     w = (w * (beta * plan.scale)).astype(plan.dtype)
     minus_lower = (pairs * spread(-load(columns_smem, COLUMNS), 1)).astype(jnp.float16)
 
