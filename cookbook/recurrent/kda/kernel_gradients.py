@@ -59,10 +59,11 @@ def _scratch(plan: KdaPlan) -> dict:
     either = (lambda *refs: refs) if plan.interpreted else plgpu.RefUnion
     views = lambda tiles: (tiles,) if plan.interpreted else tiles.refs
     gates = row_tiles((1, 2, CHUNK, HALF), jnp.float32, plan.interpreted, by_eights=True)
+    dq = plgpu.SMEM(SQUARE, jnp.float32, **_device.swizzled(HALF, jnp.float32))
     return dict(
         keys_smem=plan.rows(2, 1),  # q and k, then dq and dk.
         gates_smem=either(*views(gates), plgpu.SMEM((2, *SQUARE), jnp.float16, **_device.swizzled())),
-        values_smem=either(*views(plan.rows(2, plan.slices_per_head)), plan.squares(2)),
+        values_smem=either(*views(plan.rows(2, plan.slices_per_head)), [plan.squares(2), dq]),
         e_smem=plan.squares(plan.slices_per_head),
         states_smem=either(plan.squares(2, plan.slices_per_head), plan.squares(3)),
         filled=_device.barriers(1, 4 + 5 * plan.slices_per_head),
@@ -81,7 +82,8 @@ class Shared:
     gates: Tiles
     parts: Ref  # Of the gates, in their place.
     values: Tiles
-    faded: Ref  # In the place of `values`: keys that fade, and queries or keys that do.
+    faded: Ref  # In the place of `values`: keys that fade, and queries or keys that do,
+    dq: Ref  # and dq in float32, for which registers are too few.
     e: Ref
     fade: Ref  # In the place of `e`: decays.
     states: Ref
@@ -129,9 +131,9 @@ def _kernel(
     first, rows = first_rows[chunk], num_rows[chunk]
     part = Part(first, first + rows, first + rows, chunk, chunk, CHUNK, plan.sequences.is_ragged, plan.interpreted)
     views = lambda refs: Tiles.views(refs[0] if plan.interpreted else refs, plan.interpreted)
-    (*gates, parts), (*values, faded), (states, squares) = gates_smem, values_smem, states_smem
+    (*gates, parts), (*values, (faded, dq)), (states, squares) = gates_smem, values_smem, states_smem
     keys, gates, values = Tiles.views(keys_smem, plan.interpreted), views(gates), views(values)
-    shared = Shared(plan, part, unit, rows, keys, gates, parts, values, faded, e_smem, e_smem, states, squares)
+    shared = Shared(plan, part, unit, rows, keys, gates, parts, values, faded, dq, e_smem, e_smem, states, squares)
 
     @pl.when(rows > 0)
     def _():
@@ -143,7 +145,8 @@ def _kernel(
         beta, col_beta = load(beta, ROWS), spread(load(col_beta, COLUMNS), 1)
         grads = _by_states(shared, beta, decay)
         grads = _by_pairs(shared, beta, col_beta, *grads)
-        dq, dk, dg, dbeta = _by_blocks(shared, beta, *grads)
+        dk, dg, dbeta = _by_blocks(shared, beta, *grads)
+        dq = load(shared.dq)
         _device.store(dbeta_gmem.at[unit, chunk], dbeta)
         # A gate that counts as `states.LEAST_DECAY` has none.
         is_least = _as_float(parts.at[0]) + _as_float(parts.at[1]) <= LEAST_LOG2
@@ -236,7 +239,7 @@ def _by_states(shared: Shared, beta, decay):
 
 
 def _by_pairs(shared: Shared, beta, col_beta, dq, dk, dg, dbeta):
-    """Stores the matrices of pairs, and adds what each token gives by itself. Leaves the place of values to `faded`."""
+    """(dk, dg, dbeta) and, in shared memory, dq, with what each token gives by itself. Stores the matrices of pairs."""
     plan, zero = shared.plan, shared.zero
 
     def store_matrix(square, _):
@@ -253,15 +256,16 @@ def _by_pairs(shared: Shared, beta, col_beta, dq, dk, dg, dbeta):
     dbeta += diagonal * (shared.key(Q) * shared.key(K)).sum(axis=1)
     diagonal = spread(diagonal * beta, 0)
     plgpu.commit_smem()
-    return dq + diagonal * shared.key(K), dk + diagonal * shared.key(Q), dg, dbeta
+    shared.dq[...] = dq + diagonal * shared.key(K)
+    return dk + diagonal * shared.key(Q), dg, dbeta
 
 
 def _by_blocks(shared: Shared, beta, *grads):
-    """(dq, dk, dg, dbeta) with the pairs added that part at each power of two."""
+    """(dk, dg, dbeta), and dq where it is, with the pairs added that part at each power of two."""
     zero, dtype = shared.zero, shared.plan.dtype
 
     def add_block(i, carry):
-        dq, dk, dg, dbeta, block = carry
+        dk, dg, dbeta, block = carry
         hidden = jnp.minimum(i, zero)
         row, column = indices(hidden, shared.rows & 2**28)
         is_second = (row & block) != 0
@@ -279,16 +283,19 @@ def _by_blocks(shared: Shared, beta, *grads):
         share = _as_float(shared.faded.at[0 + hidden]) * by_keys + _as_float(shared.faded.at[1 + hidden]) * by_mixed
         of_reads = jnp.where(is_second, 1.0, 0.0)
         of_writes = 1.0 - of_reads
-        dbeta += share.sum(axis=1) * of_writes
+        sums_of_rows = share.sum(axis=1) * of_writes
         of_both = spread(of_reads + of_writes * beta, 0)
         shared.squares[SHARES] = (share * of_both).astype(dtype)
         fade = _as_float(shared.fade.at[0 + hidden])
         by_mixed *= fade
-        dq += by_mixed * spread(of_reads, 0)
+        shared.dq[...] = load(shared.dq) + by_mixed * spread(of_reads, 0)
         dk += by_keys * fade * of_both + by_mixed * spread(of_writes * beta, 0)
         plgpu.commit_smem()
+        # Zeros, for which the compiler must wait: it would make the matrix when registers are scarcest.
+        row += (sums_of_rows * 0).astype(jnp.int32)
         dg = shared.multiply([(from_boundary(row, column, block, dtype), shared.squares.at[SHARES])], dg)
-        return dq, dk, dg, dbeta, _device.div(block, 2)
+        dbeta += sums_of_rows
+        return dk, dg, dbeta, _device.div(block, 2)
 
     return lax.fori_loop(0, shared.turns(NUM_BLOCKS), add_block, (*grads, zero + CHUNK // 2))[:-1]
 
