@@ -128,12 +128,16 @@ def _kernel(
     gates_smem, values_smem, e_smem, states_smem, filled,
 ):  # fmt: skip
     chunk, unit = lax.axis_index("tile"), lax.axis_index("unit")
-    first, rows = first_rows[chunk], num_rows[chunk]
-    part = Part(first, first + rows, first + rows, chunk, chunk, CHUNK, plan.sequences.is_ragged, plan.interpreted)
+    rows = num_rows[chunk]
+
+    def part(first):
+        end = first + rows
+        return Part(first, end, end, chunk, chunk, CHUNK, plan.sequences.is_ragged, plan.interpreted)
+
     views = lambda refs: Tiles.views(refs[0] if plan.interpreted else refs, plan.interpreted)
     (*gates, parts), (*values, (faded, dq)), (states, squares) = gates_smem, values_smem, states_smem
     keys, gates, values = Tiles.views(keys_smem, plan.interpreted), views(gates), views(values)
-    shared = Shared(plan, part, unit, rows, keys, gates, parts, values, faded, dq, e_smem, e_smem, states, squares)
+    shared = Shared(plan, part(first_rows[chunk]), unit, rows, keys, gates, parts, values, faded, dq, e_smem, e_smem, states, squares)
 
     @pl.when(rows > 0)
     def _():
@@ -157,10 +161,11 @@ def _kernel(
         for half in range(2):
             gates.tiled[0, half] = dg[:, half * HALF : (half + 1) * HALF]
         plgpu.commit_smem()
+        first = first_rows[chunk]  # Again: all through the kernel it would take a register that there is not.
         for place, out in ((Q, dq_gmem), (K, dk_gmem)):
-            store_rows(part, Tiles(None, keys.rows.at[place]), 0, out, unit, 0, first)
+            store_rows(part(first), Tiles(None, keys.rows.at[place]), 0, out, unit, 0, first)
         for half in range(2):
-            store_rows(part, Tiles(None, gates.rows.at[0]), half, dg_gmem, unit, half, first)
+            store_rows(part(first), Tiles(None, gates.rows.at[0]), half, dg_gmem, unit, half, first)
         plgpu.wait_smem_to_gmem(0)
 
 
