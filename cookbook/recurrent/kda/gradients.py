@@ -30,12 +30,13 @@ beta stands beside keys that write alone, and a gate in every decay from a token
 gradients need no other product:
 
     dbeta = the sum over channels of k dk_minus
-    dg[i] = sum over j < i <= t of what the pair of t and j adds to q[t] dq[t] + k[t] dk_plus[t];
-            over i <= t of what the state before the chunk adds there, and over j < i of what beta k dk_minus has of ds';
-            and exp(gc[-1]) times the sum of s ds' over the values
+    dg[i] = the sum over j < i <= t of what the pair of t and j adds to q[t] dq[t] + k[t] dk_plus[t]
+          + the sum over t >= i of what the state before the chunk adds there
+          + the sum over j < i of what ds' adds to beta[j] k[j] dk_minus[j]
+          + exp(gc[-1]) times the sum of s ds' over values
 
-The second line is also a running sum of q dq + k dk_plus - beta k dk_minus, whose terms cancel: gates that fade a state
-at once would have gradients of nothing but rounding. `kernel_gradients` sums what does not cancel.
+dg is also a running sum of q dq + k dk_plus - beta k dk_minus, but the terms of that cancel: gates that fade a state at
+once would get gradients that are rounding alone. `kernel_gradients` sums what does not cancel.
 
 States and errors are made again, and not kept from the forward pass.
 """

@@ -65,7 +65,7 @@ def _scratch(plan: KdaPlan) -> dict:
         gates_smem=either(*views(gates), plgpu.SMEM((2, *SQUARE), jnp.float16, **_device.swizzled())),
         values_smem=either(*views(plan.rows(2, plan.slices_per_head)), [plan.squares(2), dq]),
         e_smem=plan.squares(plan.slices_per_head),
-        states_smem=either(plan.squares(2, plan.slices_per_head), plan.squares(3)),
+        states_smem=either(plan.squares(2, plan.slices_per_head), [plan.squares(3), plgpu.SMEM((CHUNK,), jnp.float32)]),
         filled=_device.barriers(1, 4 + 5 * plan.slices_per_head),
     )
 
@@ -87,7 +87,8 @@ class Shared:
     e: Ref
     fade: Ref  # In the place of `e`: decays.
     states: Ref
-    squares: Ref  # In the place of `states`.
+    squares: Ref  # In the place of `states`,
+    beta: Ref  # and beta.
 
     @property
     def zero(self):
@@ -96,8 +97,8 @@ class Shared:
         return self.rows & 2**30
 
     def turns(self, count: int):
-        """`count`, which the compiler does not know: it would unroll a loop of it. And another bit than `zero`: it would
-        know that zero is 0 where a loop has turns."""
+        """`count`, which the compiler does not know: else it would unroll the loop. It uses another bit than `zero`, so
+        that a loop that has turns does not tell the compiler that `zero` is 0."""
         return count - (self.rows & 2**29)
 
     @property
@@ -135,21 +136,35 @@ def _kernel(
         return Part(first, end, end, chunk, chunk, CHUNK, plan.sequences.is_ragged, plan.interpreted)
 
     views = lambda refs: Tiles.views(refs[0] if plan.interpreted else refs, plan.interpreted)
-    (*gates, parts), (*values, (faded, dq)), (states, squares) = gates_smem, values_smem, states_smem
+    (*gates, parts), (*values, (faded, dq)), (states, (squares, late_beta)) = gates_smem, values_smem, states_smem
     keys, gates, values = Tiles.views(keys_smem, plan.interpreted), views(gates), views(values)
-    shared = Shared(plan, part(first_rows[chunk]), unit, rows, keys, gates, parts, values, faded, dq, e_smem, e_smem, states, squares)
+    shared = Shared(
+        plan,
+        part(first_rows[chunk]),
+        unit,
+        rows,
+        keys,
+        gates,
+        parts,
+        values,
+        faded,
+        dq,
+        e_smem,
+        e_smem,
+        states,
+        squares,
+        late_beta,
+    )
 
     @pl.when(rows > 0)
     def _():
         _load(shared, gmem, filled)
         split(gates, parts, 0)
         plgpu.commit_smem()
-        decay = spread(load(vectors["decay"].at[unit, chunk], COLUMNS), 1)
-        beta, col_beta = (vectors[name].at[shared.head, chunk] for name in ("row_beta", "col_beta"))
-        beta, col_beta = load(beta, ROWS), spread(load(col_beta, COLUMNS), 1)
-        grads = _by_states(shared, beta, decay)
-        grads = _by_pairs(shared, beta, col_beta, *grads)
-        dk, dg, dbeta = _by_blocks(shared, beta, *grads)
+        beta, decay = vectors["row_beta"].at[shared.head, chunk], vectors["decay"].at[unit, chunk]
+        grads = _by_states(shared, load(beta, ROWS), decay)
+        grads = _by_pairs(shared, vectors["col_beta"].at[shared.head, chunk], *grads)
+        dk, dg, dbeta = _by_blocks(shared, *grads)
         dq = load(shared.dq)
         _device.store(dbeta_gmem.at[unit, chunk], dbeta)
         # A gate that counts as `states.LEAST_DECAY` has none.
@@ -199,17 +214,23 @@ def _load(shared: Shared, gmem: dict, filled):
 
 
 def _apart(shared: Shared, body, shapes):
-    """`body()`, arrays in float32 of these shapes, in a loop of one turn, whose length the compiler does not know. So it
-    computes nothing else meanwhile, for which registers are too few."""
-    zeros = [_zeros(shape) for shape in shapes]
+    """`body()`, arrays of these shapes and dtypes. It runs in a loop of one turn whose length the compiler does not
+    know, so the compiler computes nothing else meanwhile: registers are too few for that."""
+    zeros = [_zeros(*shape) for shape in shapes]
     return lax.fori_loop(0, shared.turns(1), lambda *_: list(body()), zeros)
 
 
-def _zeros(shape):
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA if len(shape) == 2 else ROWS)
+def _zeros(shape, dtype=jnp.float32):
+    return plgpu.layout_cast(jnp.zeros(shape, dtype), plgpu.Layout.WGMMA if len(shape) == 2 else ROWS)
 
 
-def _by_states(shared: Shared, beta, decay):
+def _not_yet(row, numbers):
+    """`row`, for which the compiler must wait until it has the `numbers`: it would make a matrix of it when registers
+    are scarcest."""
+    return row + (numbers * 0).astype(jnp.int32)
+
+
+def _by_states(shared: Shared, beta, decay_gmem: Ref):
     """(dq, dk, dg, dbeta) by way of the states. Leaves their place to `squares`."""
     plan, (row, column) = shared.plan, indices(shared.zero, shared.zero)
     do, dr = (lambda j, place=place: shared.values.tiled.at[place, j] for place in (DO, DR))
@@ -219,21 +240,23 @@ def _by_states(shared: Shared, beta, decay):
         from_start = jnp.exp2(shared.sums(ones(0 * row, row, column)))
         dq = shared.multiply_slices(do, s) * (from_start * plan.scale)
         minus_dk = shared.multiply_slices(dr, s) * from_start
-        return dq, minus_dk, shared.key(Q) * dq - shared.key(K) * minus_dk
+        share = shared.key(Q) * dq - shared.key(K) * minus_dk
+        return dq, minus_dk, share.astype(plan.dtype)
 
     def by_writes():
         to_end = jnp.exp2(shared.sums(to_boundary(row, column, CHUNK + shared.zero)))
         dk = shared.multiply_slices(lambda j: shared.e.at[j].T, ds) * to_end
         share = shared.key(K) * dk
-        return dk * spread(beta, 0) - minus_dk, share * spread(beta, 0), share.sum(axis=1)
+        return dk * spread(beta, 0) - minus_dk, (share * spread(beta, 0)).astype(plan.dtype), share.sum(axis=1)
 
-    dq, minus_dk, of_reads = _apart(shared, by_reads, [SQUARE] * 3)
-    dk, of_writes, dbeta = _apart(shared, by_writes, [SQUARE, SQUARE, (CHUNK,)])
+    dq, minus_dk, of_reads = _apart(shared, by_reads, [(SQUARE,), (SQUARE,), (SQUARE, plan.dtype)])
+    dk, of_writes, dbeta = _apart(shared, by_writes, [(SQUARE,), (SQUARE, plan.dtype), ((CHUNK,),)])
     of_states = [_as_float(s(j)) * _as_float(ds(j)) for j in range(plan.slices_per_head)]
-    of_states = functools.reduce(jnp.add, of_states) * decay
+    of_states = functools.reduce(jnp.add, of_states) * spread(load(decay_gmem, COLUMNS), 1)
     plgpu.commit_smem()  # All warps have read the states.
     for j, share in enumerate((of_reads, of_writes, of_states)):
         shared.squares[j] = share.astype(plan.dtype)
+    shared.beta[...] = beta
     plgpu.commit_smem()
     # A gate is in the sums of later tokens from the start, in those of earlier ones to the end, and in the decay.
     first, last = 0 * row, 0 * row + CHUNK - 1
@@ -243,7 +266,7 @@ def _by_states(shared: Shared, beta, decay):
     return dq, dk, dg, dbeta
 
 
-def _by_pairs(shared: Shared, beta, col_beta, dq, dk, dg, dbeta):
+def _by_pairs(shared: Shared, col_beta_gmem: Ref, dq, dk, dg, dbeta):
     """(dk, dg, dbeta) and, in shared memory, dq, with what each token gives by itself. Stores the matrices of pairs."""
     plan, zero = shared.plan, shared.zero
 
@@ -253,26 +276,27 @@ def _by_pairs(shared: Shared, beta, col_beta, dq, dk, dg, dbeta):
         by_row = shared.multiply_slices(lambda j: x.at[j], lambda j: e.at[j])
         by_column = shared.multiply_slices(lambda j: e.at[j].T, lambda j: x.at[j].T)
         factor = jnp.where(square == OF_Q, plan.scale, -1.0)
+        col_beta = spread(load(col_beta_gmem, COLUMNS), 1)
         pairs = jnp.where(row > column, by_row * col_beta, by_column) * factor
         shared.squares[square] = pairs.astype(plan.dtype)
         return jnp.where(row == column, pairs, 0.0).sum(axis=1)
 
     diagonal = lax.fori_loop(OF_K, shared.turns(OF_Q + 1), store_matrix, _zeros((CHUNK,)))
     dbeta += diagonal * (shared.key(Q) * shared.key(K)).sum(axis=1)
-    diagonal = spread(diagonal * beta, 0)
+    diagonal = spread(diagonal * load(shared.beta, ROWS), 0)
     plgpu.commit_smem()
     shared.dq[...] = dq + diagonal * shared.key(K)
     return dk + diagonal * shared.key(Q), dg, dbeta
 
 
-def _by_blocks(shared: Shared, beta, *grads):
+def _by_blocks(shared: Shared, *grads):
     """(dk, dg, dbeta), and dq where it is, with the pairs added that part at each power of two."""
     zero, dtype = shared.zero, shared.plan.dtype
 
     def add_block(i, carry):
         dk, dg, dbeta, block = carry
         hidden = jnp.minimum(i, zero)
-        row, column = indices(hidden, shared.rows & 2**28)
+        row, column = indices(hidden, hidden)
         is_second = (row & block) != 0
         fade = jnp.exp2(shared.sums(to_boundary(row, column, block))).astype(dtype)
         q, k = (load(shared.keys.tiled.at[place + hidden, 0]) for place in (Q, K))
@@ -280,7 +304,8 @@ def _by_blocks(shared: Shared, beta, *grads):
         shared.faded[1] = jnp.where(spread(is_second, 0), q, k) * fade
         shared.fade[0] = fade
         plgpu.commit_smem()
-        mask = parted(row, column, block, dtype)
+        beta = load(shared.beta, ROWS)
+        mask = parted(_not_yet(row, beta), column, block, dtype)
         by_keys, by_mixed = (
             shared.multiply([(load(shared.squares.at[square + hidden]) * mask, shared.faded.at[j])])
             for j, square in enumerate((OF_K, OF_Q))
@@ -291,14 +316,13 @@ def _by_blocks(shared: Shared, beta, *grads):
         sums_of_rows = share.sum(axis=1) * of_writes
         of_both = spread(of_reads + of_writes * beta, 0)
         shared.squares[SHARES] = (share * of_both).astype(dtype)
+        plgpu.commit_smem()  # Before dq is loaded: here it is not loaded earlier.
         fade = _as_float(shared.fade.at[0 + hidden])
         by_mixed *= fade
         shared.dq[...] = load(shared.dq) + by_mixed * spread(of_reads, 0)
         dk += by_keys * fade * of_both + by_mixed * spread(of_writes * beta, 0)
-        plgpu.commit_smem()
-        # Zeros, for which the compiler must wait: it would make the matrix when registers are scarcest.
-        row += (sums_of_rows * 0).astype(jnp.int32)
-        dg = shared.multiply([(from_boundary(row, column, block, dtype), shared.squares.at[SHARES])], dg)
+        matrix = from_boundary(_not_yet(row, sums_of_rows), column, block, dtype)
+        dg = shared.multiply([(matrix, shared.squares.at[SHARES])], dg)
         dbeta += sums_of_rows
         return dk, dg, dbeta, _device.div(block, 2)
 

@@ -19,11 +19,11 @@ With x[r, c] the sum of the gates between token r and the boundary of those halv
 
     gc[t] - gc[j] = x[t] + x[j]
 
-and both are at most 0. So for each b of 32, 16, ..., 1 one product has the pairs that part at b: of exp(x) k by exp(x) k
-where j is in the first half, which gives m below the diagonal, and by exp(x) q where j is in the second, which gives w
-transposed above it. No exponential of a positive number is taken,
-however strong the gates are, and x is a sum of gates, never a difference of sums: a strong gate costs no bits of weak
-ones. The sums are products on tensor cores too (`gates`).
+and both are at most 0. So for each b of 32, 16, ..., 1 one product has the pairs that part at b. Its left operand is
+exp(x) k; its right one has exp(x) k in the first halves, which gives m below the diagonal, and exp(x) q in the second
+halves, which gives w transposed above it. No exponential of a positive number is taken, however strong the gates are,
+and x is a sum of gates, never a difference of sums: a strong gate costs no bits of weak ones. The sums are products on
+tensor cores too (`gates`).
 
 Role table: one warpgroup per block, with one chunk of one value head; two blocks of an SM hide each other's latencies.
 
@@ -143,7 +143,7 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
         put(queries_smem.at[p], plan.queries + p, load(q_smem.tiled.at[0, p]) * (decay * plan.scale).astype(plan.dtype))
         put(k_smem.tiled.at[0, p], KEYS_READ + p, k[p] * decay.astype(plan.dtype))
 
-    # m below the diagonal, and w transposed above it: one product, as the columns of the first are other ones.
+    # m below the diagonal, and w transposed above it.
     def add_block(i, carry):
         pairs, block = carry
         stage = jnp.minimum(i, zero)
