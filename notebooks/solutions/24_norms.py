@@ -26,9 +26,6 @@ exercise-3
   keep_if(row >= first_gmem[first], => keep_if(row >= first,  # the rows before it are missing
   tuple(keep_if(continues, before) for before in window) => tuple(before * jnp.where(continues, 1.0, 0.0)
     for before in window)  # 0 times NaN
-  first_gmem[start + j] < start + j => first_gmem[start + j] <= start + j  # inside of a part
-  window = (*window, x) => window = (*(load(x_gmem.at[jnp.maximum(start + j - k, 0), mine], 4) * jnp.where(start + j - k
-    >= first_gmem[start + j], 1.0, 0.0) for k in (3, 2, 1)), x)  # 0 times NaN
   window = (*window, x) => window = (*(keep_if(start + j - k >= first_gmem[start + j], load(x_gmem.at[jnp.maximum(start
     + j - k, 0), mine], 4)) for k in (3, 2, 1)), x)  # in registers
 exercise-4
@@ -72,7 +69,7 @@ def row_bytes(columns, bits, fits):
 ex24.check_row_bytes(row_bytes)
 
 
-# %% exercise-3 needs: parameters setup helpers
+# %% exercise-3 needs: parameters setup helpers rung-5-code
 def packed_conv(x, w, first_of, *, rows=16, at_once=4):
     length, columns = x.shape
 
