@@ -170,5 +170,8 @@ def check_final_state(answer) -> str:
     for equation in equations(jax.make_jaxpr(answer)(*avals).jaxpr):
         rows = max(getattr(out.aval, "size", 0) for out in equation.outvars) // 5
         if rows > 2 * WIDTH:
-            raise NotYet(f"of 4,096 rows it copies {rows:,} to keep {WIDTH - 1}: take the last rows of x first")
+            raise NotYet(
+                f"as it is written, it makes an array of {rows:,} rows to keep {WIDTH - 1}: take the last rows of x "
+                "first"
+            )
     return "The state is three rows per sequence, however long the sequence was."
