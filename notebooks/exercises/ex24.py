@@ -133,7 +133,8 @@ def _judge_packed(answer, where: str, sizes, length: int = 32, with_nan: bool = 
     if loaded > most:
         raise NotYet(
             f"it is right, but a block loads {loaded // TILE} rows of x and w; 16 rows, the {WIDTH - 1} before them "
-            f"and {WIDTH} of weights are {16 + 2 * WIDTH - 1}: keep the last rows in registers"
+            f"and {WIDTH} of weights are {16 + 2 * WIDTH - 1}: keep the last rows in registers, and "
+            "parts of 16 rows"
         )
 
 
