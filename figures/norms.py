@@ -1,4 +1,4 @@
-"""Figures of chapter 24: norms, gates and a short convolution."""
+"""Figures of chapter 23b: norms, gates and a short convolution."""
 
 from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, words
 

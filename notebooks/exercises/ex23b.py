@@ -1,4 +1,4 @@
-"""Chapter 24's exercises: a norm with a gate, bytes of an 8-bit norm, a convolution of packed sequences, its state."""
+"""Chapter 23b's exercises: a norm with a gate, bytes of an 8-bit norm, a convolution of packed sequences, its state."""
 
 import jax
 import jax.numpy as jnp

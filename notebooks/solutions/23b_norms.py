@@ -1,4 +1,4 @@
-"""Solutions of chapter 24's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+"""Solutions of chapter 23b's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
 
 TRIED = r"""
 exercise-1
@@ -54,7 +54,7 @@ def gated_norm(x, gate, scale, eps=1e-6):
     return per_row(kernel, x, x.dtype)(x, gate, scale)
 
 
-ex24.check_gated_norm(gated_norm)
+ex23b.check_gated_norm(gated_norm)
 
 
 # %% exercise-2 needs: parameters setup helpers
@@ -66,7 +66,7 @@ def row_bytes(columns, bits, fits):
     # END SOLUTION
 
 
-ex24.check_row_bytes(row_bytes)
+ex23b.check_row_bytes(row_bytes)
 
 
 # %% exercise-3 needs: parameters setup helpers rung-5-code
@@ -106,7 +106,7 @@ def packed_conv(x, w, first_of, *, rows=16, at_once=4):
     return launch(kernel, grid, like(x))(x, w, first_of)
 
 
-ex24.check_packed_conv(packed_conv)
+ex23b.check_packed_conv(packed_conv)
 
 
 # %% exercise-4 needs: parameters setup helpers
@@ -118,4 +118,4 @@ def final_state(x, state):
     # END SOLUTION
 
 
-ex24.check_final_state(final_state)
+ex23b.check_final_state(final_state)
