@@ -46,7 +46,18 @@ RAW = dict(
         model_type="qwen3_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=False,
         **PLAIN,
     ),
+    gpt_oss=dict(
+        model_type="gpt_oss", num_local_experts=8, num_experts_per_tok=4, sliding_window=16, swiglu_limit=1.0,
+        layer_types=["sliding_attention", "full_attention"], attention_bias=True, rope_theta=150000.0,
+        initial_context_length=16, experts_per_token=4, rope_scaling=dict(
+            rope_type="yarn", factor=32.0, beta_fast=8.0, beta_slow=0.02, truncate=False,
+            original_max_position_embeddings=16,
+        ),
+    ),
 )  # fmt: skip
+
+
+WHOLE_NAMES = ".bias", "_bias", ".sinks", ".experts.gate_up_proj", ".experts.down_proj"
 
 
 def tensors_of(raw: dict, seed: int = 0) -> dict[str, np.ndarray]:
@@ -67,12 +78,22 @@ def tensors_of(raw: dict, seed: int = 0) -> dict[str, np.ndarray]:
         names = ("w1", "w3", "w2") if raw["model_type"] == "mixtral" else ("gate_proj", "up_proj", "down_proj")
         count = raw.get("num_local_experts", raw.get("num_experts"))
         products = dict(zip(names, ((inner, d), (inner, d), (d, inner)), strict=True))
-        for each in [f"{block}.experts.{e}" for e in range(count)] if moe else ["mlp"]:
-            layer |= {f"{each}.{name}": shape for name, shape in products.items()}
-        layer |= {f"{block}.gate": (count, d)} if moe else {}
+        if raw["model_type"] == "gpt_oss":
+            layer |= {f"self_attn.{name}_proj.bias": (n * dim,) for name, n in (("q", heads), ("k", kv), ("v", kv))}
+            layer |= {
+                "self_attn.o_proj.bias": (d,), "self_attn.sinks": (heads,), "mlp.router": (count, d),
+                "mlp.router.bias": (count,), "mlp.experts.gate_up_proj": (count, d, 2 * inner),
+                "mlp.experts.gate_up_proj_bias": (count, 2 * inner), "mlp.experts.down_proj": (count, inner, d),
+                "mlp.experts.down_proj_bias": (count, d),
+            }  # fmt: skip
+        else:
+            for each in [f"{block}.experts.{e}" for e in range(count)] if moe else ["mlp"]:
+                layer |= {f"{each}.{name}": shape for name, shape in products.items()}
+            layer |= {f"{block}.gate": (count, d)} if moe else {}
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     draw = lambda shape: rng.normal(1, 0.2, shape) if len(shape) == 1 else rng.normal(0, 0.15, shape)
-    return {f"{name}.weight": draw(shape).astype(np.float32) for name, shape in shapes.items()}
+    full_name = lambda name: name if name.endswith(WHOLE_NAMES) else f"{name}.weight"
+    return {full_name(name): draw(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def written(folder, name: str, changes: dict | None = None, drop=()) -> dict:
@@ -122,12 +143,13 @@ def test_logits_are_numpys(tmp_path, name):
 
 @pytest.mark.kernels
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "mixtral", "qwen3_moe", "gpt_oss"])
 def test_kernels_compute_each_architecture(tmp_path, name):
     """In bfloat16: the kernels' logits are as near to float64 as XLA's are, but for a factor of 1.5."""
-    written(tmp_path, name, dict(num_hidden_layers=1))
+    is_gpt_oss = name == "gpt_oss"  # Its two layers differ.
+    written(tmp_path, name, dict(sliding_window=3) if is_gpt_oss else dict(num_hidden_layers=1))
     (tmp_path / "model.safetensors.index.json").unlink()  # It names the tensors of the second layer.
-    for file in tmp_path.glob("*.safetensors"):
+    for file in () if is_gpt_oss else tmp_path.glob("*.safetensors"):
         kept = {key: value for key, value in numpy_models.load_file(str(file)).items() if "layers.1." not in key}
         save_file(kept, str(file))
     config, params = load(tmp_path, dtype="bfloat16")
@@ -139,7 +161,7 @@ def test_kernels_compute_each_architecture(tmp_path, name):
     assert kernels < 1.5 * xla < 0.1 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("name", ["LlamaFor", "Qwen3For", "MixtralFor", "Qwen3MoeFor"])
+@pytest.mark.parametrize("name", ["LlamaFor", "Qwen3For", "MixtralFor", "Qwen3MoeFor", "GptOssFor"])
 def test_logits_are_those_of_transformers(tmp_path, name):
     reason = "compares with transformers and torch, which are not installed here: pip install transformers torch"
     if not (imports("torch") and imports("transformers")):
@@ -154,6 +176,7 @@ def test_logits_are_those_of_transformers(tmp_path, name):
         Qwen3For={},
         MixtralFor=dict(num_local_experts=4, num_experts_per_tok=2),
         Qwen3MoeFor=dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True),
+        GptOssFor=dict(num_local_experts=8, num_experts_per_tok=4, sliding_window=16),
     )[name]
     sizes = {key: value for key, value in SIZES.items() if key != "dtype"}
     torch.manual_seed(0)
@@ -182,8 +205,9 @@ def test_a_model_survives_the_file(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_an_engine_serves_a_checkpoint_and_ends_with_its_stop_tokens(tmp_path):
-    written(tmp_path, "mixtral")
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_an_engine_serves_a_checkpoint_and_ends_with_its_stop_tokens(tmp_path, name):
+    written(tmp_path, name)
     config, params = load(tmp_path)
     engine = lambda config: Engine(config, params, num_pages=16, max_seqs=4, max_tokens_per_step=8, backend="xla")
     alone = engine(config)
