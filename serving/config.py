@@ -192,9 +192,24 @@ class LlamaConfig:
         return shapes if self.tie_word_embeddings else shapes | {"lm_head.weight": (self.vocab_size, d)}
 
     @property
+    def page_layers(self) -> int:
+        """Layers whose keys and values a page holds: those with a window, or the others, whichever are more."""
+        return max(len(self.window_layers), self.num_hidden_layers - len(self.window_layers))
+
+    @property
+    def places_in_page(self) -> tuple[int, ...]:
+        """For each layer, how many layers of its kind come before it."""
+        counts, places = [0, 0], []
+        for i in range(self.num_hidden_layers):
+            kind = i in self.window_layers
+            places.append(counts[kind])
+            counts[kind] += 1
+        return tuple(places)
+
+    @property
     def page_bytes_per_token(self) -> int:
-        """Keys and values of one token, in all layers."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        """Keys and values of one token in a page."""
+        return 2 * self.page_layers * self.num_key_value_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
 
 
 def _convert_numbers(config) -> None:

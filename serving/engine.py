@@ -94,8 +94,11 @@ class Engine:
         self.config, self.backend, self.ahead, self.kv_cache_dtype = config, backend, ahead, kv_cache_dtype
         self.compiler_options = _checked(compiler_options or {})
         self.allocator = PageAllocator(num_pages, page_size)
-        self.scheduler = Scheduler(self.allocator, max_seqs=max_seqs, max_tokens_per_step=max_tokens_per_step)
-        most = min(num_pages * page_size, config.max_position_embeddings or num_pages * page_size)
+        window = config.sliding_window if config.window_layers else None
+        self.scheduler = Scheduler(
+            self.allocator, max_seqs=max_seqs, max_tokens_per_step=max_tokens_per_step, window=window
+        )
+        most = min(self.scheduler.most_tokens, config.max_position_embeddings or self.scheduler.most_tokens)
         self.max_seq_len = most if max_seq_len is None else whole("max_seq_len", max_seq_len, int)
         if not 1 <= self.max_seq_len <= most:
             raise ValueError(f"Engine: {max_seq_len=} must be from 1 to {most}, which the model and the cache allow")
@@ -216,7 +219,7 @@ class Engine:
                 backend=self.backend, counts=counts, compiler_options=self.compiler_options,
             )  # fmt: skip
         for i, (num_tokens, width, decode) in enumerate(found):
-            batch = padding(num_tokens, width, s.max_seqs)
+            batch = padding(num_tokens, width, s.max_seqs, windows=bool(self.config.window_layers))
             for temperature, top_k in ((0, 1), (1, ALL_TOKENS), *([(1, 1)] if i == 0 else [])):
                 batch.temperatures[:], batch.top_ks[:] = temperature, top_k
                 for logprobs in (False, True) if i == 0 else (False,):

@@ -33,16 +33,17 @@ from serving.weights import rows_of
 def empty_pages(
     config: LlamaConfig, num_pages: int, page_size: int, kv_cache_dtype: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """(k_pages, v_pages): (layers, num_pages, page_size, num_key_value_heads, head_dim) each, zeros; of float8_e4m3fn
-    if `kv_cache_dtype` is "fp8". The host hands over each array in each step, so that two cost less than two a layer.
+    """(k_pages, v_pages): (page_layers, num_pages, page_size, num_key_value_heads, head_dim) each, zeros; of
+    float8_e4m3fn if `kv_cache_dtype` is "fp8". The host hands over each array in each step, so that two cost less than
+    two a layer.
     """
-    shape = config.num_hidden_layers, num_pages, page_size, config.num_key_value_heads, config.head_dim
+    shape = config.page_layers, num_pages, page_size, config.num_key_value_heads, config.head_dim
     dtype = jnp.float8_e4m3fn if kv_cache_dtype == "fp8" else config.dtype
     return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
     """T tokens of R sequences, packed one after the other, and padding after them."""
 
@@ -50,6 +51,9 @@ class Batch:
     positions: jax.Array  # (T,) int32: where a token stands in its sequence, from 0 on.
     slot_mapping: jax.Array  # (T,) int32: page * page_size + offset, where its keys and values go; -1 for padding.
     block_tables: jax.Array  # (R, pages a sequence) int32.
+    # With windows, the same of the layers that have one; an entry is -1 where the page is given back.
+    window_slot_mapping: jax.Array | None = None
+    window_tables: jax.Array | None = None
     kv_lens: jax.Array  # (R,) int32: tokens of each sequence, those of this batch included; 0 for padding.
     cu_seqlens_q: jax.Array  # (R + 1,) int32: sequence i has the tokens from cu_seqlens_q[i] to cu_seqlens_q[i + 1].
     temperatures: jax.Array  # (R,) float32.
@@ -108,10 +112,14 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
     weight = lambda name: weights[f"{name}.weight"]
     attend = ops.paged_attention if decode else ops.ragged_paged_attention
     lens = batch.kv_lens, *(() if decode else (batch.cu_seqlens_q,))
-    shape, layers = pages[0].shape, np.arange(config.num_hidden_layers, dtype=np.int32)
+    shape, layers = pages[0].shape, np.array(config.places_in_page, np.int32)
     pages = [x.reshape(-1, *shape[2:]) for x in pages]  # One layer's after the other's.
     block_tables = batch.block_tables + layers[:, None, None] * shape[1]
     slots = jnp.where(batch.slot_mapping < 0, -1, batch.slot_mapping + layers[:, None] * (shape[1] * shape[2]))
+    if config.window_layers:
+        shifted = lambda x, by: jnp.where(x < 0, -1, x + by)
+        window_tables = shifted(batch.window_tables, layers[:, None, None] * shape[1])
+        window_slots = shifted(batch.window_slot_mapping, layers[:, None] * (shape[1] * shape[2]))
     turns = angles(batch.positions, config.head_dim, config.rope_theta, config.rope_scaling)
 
     def linear(x, name, out=dtype):
@@ -130,11 +138,14 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
         y, x = normed(x, added, f"{layer}.input_layernorm")
         qkv = linear(y, f"{layer}.self_attn.qkv_proj").reshape(rows, -1, config.head_dim)
         norms = {f"{name}_norm": weight(f"{layer}.self_attn.{name}_norm") for name in "qk" if config.qk_norm}
-        q, *pages = ops.rope_write_kv(qkv, *turns, *pages, slots[i], eps=config.rms_norm_eps, **norms)
-        how = dict(sinks=weights[f"{layer}.self_attn.sinks"]) if config.attention_sinks else {}
+        table, slots_of, how = block_tables[i], slots[i], {}
         if i in config.window_layers:
+            table, slots_of = window_tables[i], window_slots[i]
             how |= dict(local_window_size=config.sliding_window - 1)  # Without the token that asks.
-        out = attend(q, *pages, block_tables[i], *lens, **how)
+        if config.attention_sinks:
+            how |= dict(sinks=weights[f"{layer}.self_attn.sinks"])
+        q, *pages = ops.rope_write_kv(qkv, *turns, *pages, slots_of, eps=config.rms_norm_eps, **norms)
+        out = attend(q, *pages, table, *lens, **how)
         added = linear(out.reshape(rows, -1), f"{layer}.self_attn.o_proj", jnp.float32)
         y, x = normed(x, added, f"{layer}.post_attention_layernorm")
         if config.num_experts:

@@ -126,6 +126,7 @@ def ours(config: LlamaConfig, params, tokens, backend: str = "xla") -> np.ndarra
     """The logits after the last token."""
     request = Request(tokens, 1)
     request.pages = list(range(7, -1, -1))
+    request.window_pages = request.pages[::-1] if config.window_layers else []
     return np.asarray(last_logits(config, params, pack([Chunk(request, 0, len(tokens))], 16, 2, False), backend)[0])
 
 
