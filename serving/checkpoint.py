@@ -9,9 +9,11 @@
 
     quantization_config     architectures     what is stored
     none                    all               floats
-    quant_method mxfp4      gpt_oss           experts: e2m1, two per byte, and a power of two per 32 of them
+    mxfp4                   gpt_oss           experts: e2m1, two per byte, and a power of two per 32 of them
+    gptq, 4 bits            all others        matrices: integers, and a zero and a scale per group of inputs
+    awq, 4 bits, gemm       all others        the same, in another order
 
-Packed weights are widened to the dtype of the parameters (`quantized.py`), which is exact for bfloat16 and float32.
+Packed weights are widened to the dtype of the parameters when they are loaded; `quantized.py` says how exactly.
 `hf_config.py` says which keys of `config.json` are read, and `generation_config.json` may name more EOS tokens. Where
 there is a `model.safetensors.index.json`, the files count that it names; else `model.safetensors`; else all safetensors
 files. A tensor that the model does not have is refused, but for buffers of rotary frequencies, which the config gives.
@@ -49,7 +51,8 @@ ROTARY_BUFFER = re.compile(r"\brotary_emb\.(inv_freq|original_inv_freq|cos_cache
 
 
 def load(folder, dtype: str | None = None) -> tuple[LlamaConfig, dict[str, jax.Array]]:
-    """The config and the parameters of a checkpoint.
+    """The config and the parameters of a checkpoint: of Llama, Qwen3, Qwen3-MoE or Mixtral, whose matrices may be of 4
+    bits by GPTQ or AWQ, or of gpt-oss, whose experts may be MXFP4. The table is in this module's docstring.
 
     Args:
       folder: with `config.json` and safetensors files.
@@ -58,7 +61,7 @@ def load(folder, dtype: str | None = None) -> tuple[LlamaConfig, dict[str, jax.A
     Raises:
       ValueError: a file is missing, such as one that the index names; `config.json` has a key that is unknown, a value
         that is not supported or two that contradict each other; a tensor is missing, unknown, there twice or of another
-        shape.
+        shape; or the quantization is another one.
     """
     import safetensors
 

@@ -57,6 +57,13 @@ RAW = dict(
 )  # fmt: skip
 
 
+GPT_OSS = {
+    "mlp.router.weight": "mlp.gate.weight", "mlp.router.bias": "mlp.gate.bias",
+    "mlp.experts.gate_up_proj": "mlp.experts.gate_up_proj.weight",
+    "mlp.experts.gate_up_proj_bias": "mlp.experts.gate_up_proj.bias",
+    "mlp.experts.down_proj": "mlp.experts.down_proj.weight",
+    "mlp.experts.down_proj_bias": "mlp.experts.down_proj.bias",
+}  # fmt: skip
 WHOLE_NAMES = ".bias", "_bias", ".sinks", ".experts.gate_up_proj", ".experts.down_proj"
 
 
@@ -205,6 +212,136 @@ def test_a_model_survives_the_file(tmp_path, name):
     assert tensors.keys() == tensors_of(SIZES | RAW[name]).keys()
 
 
+def packed(values: np.ndarray) -> np.ndarray:
+    """int32 of the last axis of eight numbers from 0 to 15, the first in the lowest bits."""
+    words = np.zeros(values.shape[:-1], np.uint32)
+    for i in range(8):
+        words |= values[..., i].astype(np.uint32) << np.uint32(4 * i)
+    return words.view(np.int32)
+
+
+def in_mxfp4(rng, name: str, shape) -> tuple[dict, np.ndarray]:
+    """The packed tensors of random experts, (E, inputs, outputs), and their values."""
+    experts, inputs, outputs = shape
+    codes = rng.integers(0, 16, (experts, outputs, inputs))
+    exponents = rng.integers(-6, 2, (experts, outputs, inputs // 32))
+    sign, exponent, mantissa = codes >> 3, codes >> 1 & 3, codes & 1
+    values = np.where(exponent == 0, mantissa * 0.5, 2.0 ** (exponent - 1) * (1 + mantissa / 2)) * (1 - 2 * sign)
+    values *= np.repeat(2.0**exponents, 32, axis=2)
+    blocks = (codes[..., ::2] + 16 * codes[..., 1::2]).reshape(experts, outputs, inputs // 32, 16)
+    parts = {f"{name}_blocks": blocks.astype(np.uint8), f"{name}_scales": (exponents + 127).astype(np.uint8)}
+    return parts, values.swapaxes(1, 2)
+
+
+def in_integers(rng, name: str, shape, method: str, group: int) -> tuple[dict, np.ndarray]:
+    """The packed tensors of a random matrix, (outputs, inputs), and its values."""
+    outputs, inputs = shape
+    of_input = np.arange(inputs) // group
+    if method != "awq":
+        of_input = rng.permutation(of_input)  # As with desc_act.
+    q, zeros = rng.integers(0, 16, (inputs, outputs)), rng.integers(1, 16, (inputs // group, outputs))
+    scales = rng.uniform(0.01, 0.03, zeros.shape).astype(np.float16)
+    values = (q - zeros[of_input]) * scales[of_input].astype(np.float64)
+    if method == "awq":
+        mixed = lambda x: packed(x.reshape(len(x), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]])
+        parts = dict(qweight=mixed(q), qzeros=mixed(zeros))
+    else:
+        words = packed(q.reshape(-1, 8, outputs).swapaxes(1, 2))
+        zeros = packed((zeros - (method == "gptq")).reshape(len(zeros), -1, 8))
+        parts = dict(qweight=words, qzeros=zeros, g_idx=of_input.astype(np.int32), bias=np.zeros(outputs, np.float16))
+    prefix = name.removesuffix("weight")
+    return {prefix + part: value for part, value in (parts | dict(scales=scales)).items()}, values.T
+
+
+QUANTIZED = {
+    "mxfp4": dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"]),
+    "gptq": dict(quant_method="gptq", bits=4, group_size=32, desc_act=True, sym=False, damp_percent=0.1),
+    "gptq_v2": dict(quant_method="gptq", bits=4, group_size=16, checkpoint_format="gptq_v2"),
+    "awq": dict(quant_method="awq", bits=4, group_size=32, version="gemm", zero_point=True),
+}
+
+
+def written_packed(folder, method: str, change=lambda parts: parts) -> dict:
+    """Writes a checkpoint with packed weights, of gpt-oss or Qwen3; returns the values of all tensors."""
+    name = "gpt_oss" if method == "mxfp4" else "qwen3"
+    raw, rng = SIZES | RAW[name] | dict(quantization_config=QUANTIZED[method]), np.random.default_rng(5)
+    stored, values = {}, {}
+    for key, value in tensors_of(raw).items():
+        parts = {key: value}
+        if method == "mxfp4" and value.ndim == 3:
+            parts, value = in_mxfp4(rng, key, value.shape)
+        elif method != "mxfp4" and value.ndim == 2 and "layers" in key:
+            parts, value = in_integers(rng, key, value.shape, method, QUANTIZED[method]["group_size"])
+        values[key] = value
+        stored |= parts
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(change({key: np.ascontiguousarray(value) for key, value in stored.items()}), folder / "model.safetensors")
+    return values
+
+
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_packed_weights_are_widened(tmp_path, method):
+    values = written_packed(tmp_path, method)
+    name_of = lambda key: key[:15] + GPT_OSS.get(key[15:], key[15:])  # After "model.layers.0.".
+    for dtype in ("float32", "bfloat16"):
+        params = load(tmp_path, dtype=dtype)[1]
+        assert params.keys() == set(map(name_of, values))
+        for key, value in values.items():
+            if "gate_up_proj" in key:
+                value = np.concatenate([value[..., ::2], value[..., 1::2]], axis=-1)
+            param, rounded = params[name_of(key)], value.astype(np.float32)
+            is_exact = dtype == "float32" or (method == "mxfp4" and value.ndim == 3)
+            np.testing.assert_array_equal(np.float32(param), rounded if is_exact else np.float32(rounded.astype(dtype)))
+
+
+@pytest.mark.parametrize(
+    "method, config, message",
+    [
+        ("awq", dict(version="gemv"), "quantization_config.version = 'gemv' is not supported; must be 'gemm'"),
+        ("awq", dict(bits=8), "quantization_config.bits = 8 is not supported; must be 4"),
+        ("gptq", dict(group_size=0), "quantization_config.group_size = 0; must be above 0, or -1"),
+        ("gptq", dict(group_size=64), r"qzeros is \(3, 8\), int32; must be \(2, 8\), int32"),
+        ("gptq", dict(checkpoint_format="marlin"), "checkpoint_format = 'marlin' is not supported"),
+        ("gptq", dict(new_key=1), "quantization_config.new_key = 1 is a key that is not known for gptq"),
+        ("gptq", dict(quant_method="mxfp4"), "quant_method = 'mxfp4' is not supported for qwen3"),
+        (
+            "gptq",
+            dict(quant_method="fp8"),
+            "quant_method = 'fp8' is not supported for qwen3; must be 'mxfp4' for gpt_oss",
+        ),
+        ("mxfp4", dict(quant_method="awq"), "quant_method = 'awq' is not supported for gpt_oss"),
+    ],
+)
+def test_other_quantizations_are_refused_by_name(tmp_path, method, config, message):
+    written_packed(tmp_path, method)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"] |= config
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "method, change, message",
+    [
+        ("mxfp4", lambda name, x: None if name.endswith("down_proj_scales") else x, "lacks .*down_proj_scales, a part"),
+        ("mxfp4", lambda name, x: x[..., :8] if "_blocks" in name else x, r"_blocks is .*8\), uint8; must be .*16\)"),
+        (
+            "awq",
+            lambda name, x: x.astype(np.float32) if "qzeros" in name else x,
+            "qzeros is .*float32; must be .*int32",
+        ),
+        ("gptq", lambda name, x: x + 1 if "g_idx" in name else x, "g_idx is .*; must be .*groups from 0 to 2"),
+        ("gptq", lambda name, x: x + 1 if name.endswith("bias") else x, "unknown parameter.*bias"),
+    ],
+)
+def test_parts_of_packed_weights_that_do_not_fit_are_named(tmp_path, method, change, message):
+    changed = lambda parts: {name: y for name, x in parts.items() if (y := change(name, x)) is not None}
+    written_packed(tmp_path, method, changed)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_an_engine_serves_a_checkpoint_and_ends_with_its_stop_tokens(tmp_path, name):
@@ -212,14 +349,14 @@ def test_an_engine_serves_a_checkpoint_and_ends_with_its_stop_tokens(tmp_path, n
     config, params = load(tmp_path)
     engine = lambda config: Engine(config, params, num_pages=16, max_seqs=4, max_tokens_per_step=8, backend="xla")
     alone = engine(config)
-    request = alone.submit(range(20), 6)
+    request = alone.submit(range(30), 6)  # Windows of 16 tokens leave the first page behind.
     alone.run()
-    sequence = list(range(20))
+    sequence = list(range(30))
     for token in request.generated:
         assert token == np.argmax(numpy_models.logits(tmp_path, sequence)[-1])
         sequence.append(token)
     ending = engine(dataclasses.replace(config, eos_token_ids=(request.generated[2], 95)))
-    again = ending.submit(range(20), 6)
+    again = ending.submit(range(30), 6)
     ending.run()
     assert again.generated == request.generated[: request.generated.index(request.generated[2]) + 1]
     assert again.finish_reason == "stop"
