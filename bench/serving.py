@@ -134,12 +134,19 @@ def decode_bound(problem: Problem, length: int, weights: str | None = None) -> l
     flops = nbytes = 0.0
     for name, shape in config.shapes.items():
         size, is_experts = math.prod(shape), len(shape) == 3
-        if len(shape) == 1 or (name == "model.embed_tokens.weight" and not config.tie_word_embeddings):
+        if (
+            len(shape) == 1
+            or name.endswith(".bias")
+            or (name == "model.embed_tokens.weight" and not config.tie_word_embeddings)
+        ):
             continue
         flops += 2 * size * tokens * (routed if is_experts else 1)
         nbytes += itemsize * size * (1 - (1 - routed) ** tokens if is_experts else 1)
-    flops += 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * tokens * length
-    return lab.roofline.bound(flops, nbytes + config.page_bytes_per_token * tokens * (length + 1), "bf16")
+    layers = config.num_hidden_layers
+    seen = layers * length - len(config.window_layers) * max(0, length - (config.window or length))
+    flops += 4 * seen * config.num_attention_heads * config.head_dim * tokens
+    page_bytes = config.page_bytes_per_token // config.page_layers  # In one layer.
+    return lab.roofline.bound(flops, nbytes + page_bytes * tokens * (seen + layers), "bf16")
 
 
 STEPS_A_PROGRAM = Engine.__init__.__kwdefaults__["num_scheduler_steps"]  # Where several steps go off at once.
@@ -159,13 +166,17 @@ def _decoding(problem: Problem, params, length: int, num_steps: int, **how):
 
     `how` are options of `Engine`.
     """
-    tables = own_pages(problem.max_seqs, -(-length // problem.page_size))
+    kinds = 2 if problem.config.window_layers else 1  # Of pages.
+    tables = own_pages(kinds * problem.max_seqs, -(-length // problem.page_size))
     engine = Engine(problem.config, params, num_pages=tables.size, page_size=problem.page_size,
                     max_seqs=problem.max_seqs, max_tokens_per_step=problem.max_tokens_per_step, **how)  # fmt: skip
     chunks, rng = [], np.random.default_rng(0)  # Equal tokens would all have the same experts.
     for i in range(problem.max_seqs):
         request = Request(tuple(rng.integers(problem.config.vocab_size, size=length).tolist()), 8)
-        request.pages = tables[i].tolist()
+        request.pages, *window = tables[i :: problem.max_seqs].tolist()
+        if window:
+            (request.window_pages,) = window
+            request.num_window_freed = engine.scheduler._first_seen(length - num_steps)
         chunks.append(Chunk(request, length - num_steps, length - num_steps + 1))
     width_min = TABLE_WIDTHS_MIN[engine.backend]
     batch = pack(chunks, problem.page_size, problem.max_seqs, True, width_min=width_min)

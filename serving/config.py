@@ -192,6 +192,11 @@ class LlamaConfig:
         return shapes if self.tie_word_embeddings else shapes | {"lm_head.weight": (self.vocab_size, d)}
 
     @property
+    def window(self) -> int | None:
+        """`sliding_window`, if a layer has one."""
+        return self.sliding_window if self.window_layers else None
+
+    @property
     def page_layers(self) -> int:
         """Layers whose keys and values a page holds: those with a window, or the others, whichever are more."""
         return max(len(self.window_layers), self.num_hidden_layers - len(self.window_layers))

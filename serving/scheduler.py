@@ -93,7 +93,7 @@ class Scheduler:
         if request.submitted is not None:
             raise ValueError("submit: the request was submitted before; make a new Request")
         most = len(request.prompt) + request.max_new_tokens - 1  # The last token is sampled and never computed.
-        if (needed := self._pages_for(most) + self._window_pages_for(most)) > self.allocator.num_pages:
+        if (needed := self.pages_of(most)) > self.allocator.num_pages:
             raise ValueError(
                 f"submit: a prompt of {len(request.prompt)} tokens, max_new_tokens = {request.max_new_tokens} need "
                 f"{needed} pages of {self.allocator.page_size} tokens, and the cache has "
@@ -311,7 +311,7 @@ class Scheduler:
         self._share(request, request.keys[: (len(request.tokens) - 1) // page_size])
         request.num_computed = len(request.pages) * page_size
         total = request.num_computed + request.num_uncomputed
-        missing = self._pages_for(total) + self._window_pages_for(total) - len(request.held_pages)
+        missing = self.pages_of(total) - len(request.held_pages)
         spare = int(SPARE * self.allocator.num_pages) if self.running else 0
         if self.allocator.num_available < missing + spare:
             self._release(request)
@@ -421,6 +421,10 @@ class Scheduler:
         if not self.window:
             return 0
         return min(self._pages_for(num_tokens), self._pages_for(self.window - 1 + self.max_tokens_per_step) + 1)
+
+    def pages_of(self, num_tokens: int) -> int:
+        """The most pages that a request of so many tokens holds at once."""
+        return self._pages_for(num_tokens) + self._window_pages_for(num_tokens)
 
     @property
     def most_tokens(self) -> int:

@@ -7,13 +7,14 @@ import inspect
 import sys
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import lab
 from bench import serving as bench
-from serving import Engine, LlamaConfig, PageAllocator, Request, Scheduler, init
+from serving import Engine, LlamaConfig, PageAllocator, Request, Scheduler, init, memory
 from serving.backends import backend
 from serving.model import rotate
 from serving.pages import extend_keys
@@ -229,6 +230,25 @@ def test_a_long_sequence_holds_few_pages_of_layers_with_a_window():
     assert most == 12 and scheduler.most_tokens == 64 * 16 and scheduler.num_preemptions == 0
     with pytest.raises(ValueError, match="need 78 pages of 16 tokens, and the cache has 77"):
         scheduler.submit(Request(tuple(range(1000)), 26))
+
+
+def test_memory_is_said_before_there_is_an_engine():
+    """Sizes of gpt-oss-20b, without allocating them; and those of a small engine, which has them."""
+    config = LlamaConfig(
+        201_088, 2880, 2880, 24, 64, 8, 64, num_experts=32, num_experts_per_tok=4, attention_bias=True,
+        attention_sinks=True, expert_bias=True, swiglu_limit=7.0, sliding_window=128,
+        window_layers=tuple(range(0, 24, 2)),
+    )  # fmt: skip
+    found = memory(config, num_pages=32768, max_seq_len=8192)
+    # Twelve layers, 16 tokens, keys and values, eight heads of 64 bfloat16; 41.8 GB of weights.
+    assert found.cache == 32768 * 12 * 16 * 2 * 8 * 64 * 2 and 41.7e9 < found.weights < 41.9e9
+    assert (found.pages_per_sequence, found.num_sequences) == (512 + 41, 59)
+    sizes = dict(num_pages=24, page_size=16, max_seqs=8, max_tokens_per_step=32)
+    engine = Engine(CONFIG, init(CONFIG), **sizes, backend="xla")
+    found = memory(CONFIG, **sizes, max_seq_len=176)
+    nbytes = lambda arrays: sum(x.nbytes for x in jax.tree.leaves(arrays))
+    assert (found.weights, found.cache) == (nbytes(engine.weights), nbytes(engine._device.pages))
+    assert (found.pages_per_sequence, found.num_sequences) == (11, 2)
 
 
 def test_at_most_one_step_ahead():
