@@ -112,14 +112,15 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
     weight = lambda name: weights[f"{name}.weight"]
     attend = ops.paged_attention if decode else ops.ragged_paged_attention
     lens = batch.kv_lens, *(() if decode else (batch.cu_seqlens_q,))
-    shape, layers = pages[0].shape, np.array(config.places_in_page, np.int32)
+    shape, layers, places = pages[0].shape, np.arange(config.page_layers, dtype=np.int32), config.places_in_page
     pages = [x.reshape(-1, *shape[2:]) for x in pages]  # One layer's after the other's.
-    block_tables = batch.block_tables + layers[:, None, None] * shape[1]
-    slots = jnp.where(batch.slot_mapping < 0, -1, batch.slot_mapping + layers[:, None] * (shape[1] * shape[2]))
+    tables = [batch.block_tables + layers[:, None, None] * shape[1]]
+    in_layers = lambda mapping: jnp.where(mapping < 0, -1, mapping + layers[:, None] * (shape[1] * shape[2]))
+    slots = [in_layers(batch.slot_mapping)]
     if config.window_layers:
-        shifted = lambda x, by: jnp.where(x < 0, -1, x + by)
-        window_tables = shifted(batch.window_tables, layers[:, None, None] * shape[1])
-        window_slots = shifted(batch.window_slot_mapping, layers[:, None] * (shape[1] * shape[2]))
+        given_back = batch.window_tables < 0
+        tables.append(jnp.where(given_back, -1, batch.window_tables + layers[:, None, None] * shape[1]))
+        slots.append(in_layers(batch.window_slot_mapping))
     turns = angles(batch.positions, config.head_dim, config.rope_theta, config.rope_scaling)
 
     def linear(x, name, out=dtype):
@@ -138,14 +139,12 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
         y, x = normed(x, added, f"{layer}.input_layernorm")
         qkv = linear(y, f"{layer}.self_attn.qkv_proj").reshape(rows, -1, config.head_dim)
         norms = {f"{name}_norm": weight(f"{layer}.self_attn.{name}_norm") for name in "qk" if config.qk_norm}
-        table, slots_of, how = block_tables[i], slots[i], {}
-        if i in config.window_layers:
-            table, slots_of = window_tables[i], window_slots[i]
+        how = dict(sinks=weights[f"{layer}.self_attn.sinks"]) if config.attention_sinks else {}
+        kind, at = int(i in config.window_layers), places[i]
+        if kind:
             how |= dict(local_window_size=config.sliding_window - 1)  # Without the token that asks.
-        if config.attention_sinks:
-            how |= dict(sinks=weights[f"{layer}.self_attn.sinks"])
-        q, *pages = ops.rope_write_kv(qkv, *turns, *pages, slots_of, eps=config.rms_norm_eps, **norms)
-        out = attend(q, *pages, table, *lens, **how)
+        q, *pages = ops.rope_write_kv(qkv, *turns, *pages, slots[kind][at], eps=config.rms_norm_eps, **norms)
+        out = attend(q, *pages, tables[kind][at], *lens, **how)
         added = linear(out.reshape(rows, -1), f"{layer}.self_attn.o_proj", jnp.float32)
         y, x = normed(x, added, f"{layer}.post_attention_layernorm")
         if config.num_experts:

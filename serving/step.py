@@ -308,16 +308,19 @@ def decode_program(
         pages, tokens, found = carry
         positions = first.positions + jnp.int32(step)
 
-        def slots_in(tables):
-            page = jnp.take_along_axis(tables, positions[:, None] // page_size, axis=1, mode="clip")[:, 0]
+        def page_in(tables):
+            return jnp.take_along_axis(tables, positions[:, None] // page_size, axis=1, mode="clip")[:, 0]
+
+        def slots_of(page):
             return jnp.where(positions < first.kv_lens, page * page_size + positions % page_size, -1)
 
+        page = page_in(first.block_tables)
         batch = dataclasses.replace(
             first, tokens=tokens, positions=positions, kv_lens=jnp.minimum(positions + 1, first.kv_lens),
-            slot_mapping=slots_in(first.block_tables),
+            slot_mapping=slots_of(page),
         )  # fmt: skip
         if config.window_layers:
-            batch = dataclasses.replace(batch, window_slot_mapping=slots_in(first.window_tables))
+            batch = dataclasses.replace(batch, window_slot_mapping=slots_of(page_in(first.window_tables)))
         logits, pages = forward(config, weights, pages, batch, backend=backend, decode=True)
         options = Options(batch.temperatures, batch.seeds, batch.kv_lens, batch.top_ks, batch.top_ps, batch.min_ps)
         tokens = sample(logits, options, draws=draws, cuts=False, logprobs=False).tokens
