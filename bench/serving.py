@@ -330,7 +330,7 @@ def decode_launches(config: LlamaConfig, max_seqs: int, weights: str | None = No
     params = {name: jax.ShapeDtypeStruct(shape, config.dtype) for name, shape in config.shapes.items()}
     params = jax.eval_shape(functools.partial(prepared, config, kind=weights), params)
     pages = jax.eval_shape(lambda: empty_pages(config, 512, 16))
-    arrays, tree = jax.tree.flatten(padding(max_seqs, 64, max_seqs))
+    arrays, tree = jax.tree.flatten(padding(max_seqs, 64, max_seqs, windows=config.window is not None))
     layout = tuple((array.shape, array.dtype) for array in arrays)
     packed, previous = (jax.ShapeDtypeStruct((n,), np.int32) for n in (starts_of(layout)[-1], max_seqs))
     how = dict(tree=tree, layout=layout, backend="cookbook", decode=True, draws=False)
