@@ -166,7 +166,7 @@ def _decoding(problem: Problem, params, length: int, num_steps: int, **how):
 
     `how` are options of `Engine`.
     """
-    kinds = 2 if problem.config.window_layers else 1  # Of pages.
+    kinds = 2 if problem.config.window_layers else 1  # Block tables of a sequence.
     tables = own_pages(kinds * problem.max_seqs, -(-length // problem.page_size))
     engine = Engine(problem.config, params, num_pages=tables.size, page_size=problem.page_size,
                     max_seqs=problem.max_seqs, max_tokens_per_step=problem.max_tokens_per_step, **how)  # fmt: skip

@@ -8,7 +8,6 @@ other: libraries differ in which of the two they believe.
 from serving.config import LlamaConfig, RopeScaling, YarnScaling
 
 # Keys that change no logits: how a model was made, how it is trained, what others do with it, how they sample from it.
-SWIGLU_ALPHA = 1.702  # Of gpt-oss: the only one that `cookbook.moe` has.
 IGNORED = set(
     """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash _flash_attn_2_enabled
@@ -48,7 +47,8 @@ OF_EXPERTS = {
         "initial_context_length",
     },
 }  # fmt: skip
-# Other keys of `ONLY` that an architecture reads.
+SWIGLU_ALPHA = 1.702  # gpt-oss's, and the only one that `cookbook.moe` has.
+# Keys of `ONLY` that an architecture reads all the same.
 ALSO_READ = {"gpt_oss": {"attention_bias", "sliding_window"}}
 
 

@@ -1,4 +1,4 @@
-"""What an engine will keep on its device, before there is one."""
+"""The memory that an engine will keep on its device, before there is one."""
 
 import dataclasses
 import functools
@@ -19,8 +19,8 @@ class Memory:
 
     weights: int
     cache: int
-    pages_per_sequence: int  # That a sequence of `max_seq_len` tokens holds at most, at once.
-    num_sequences: int  # Of that length, at once.
+    pages_per_sequence: int  # A sequence of `max_seq_len` tokens never holds more.
+    num_sequences: int  # So many sequences of that length have pages at the same time.
 
     @property
     def total(self) -> int:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-E2M1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # Of the codes 0 to 7; 8 to 15 are the same, negative.
+E2M1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # The codes 0 to 7; 8 to 15 are the same, negative.
 AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # Where in an int32 awq has the values of eight neighbouring outputs.
 # Keys of a `quantization_config` that change no weight: how these were found, which kernels others run.
 IGNORED = set(

@@ -122,7 +122,7 @@ def test_biases_and_the_clamped_swiglu():
 
 @pytest.mark.parametrize("offset", [None, 1])
 def test_gradients_of_biases(offset):
-    """Of rows that XLA would add up one by one."""
+    """XLA's own gradient would add the rows up one by one."""
     rng, sizes = np.random.default_rng(0), jnp.array([3, 0, 5, 2])
     bias, rows, scale = (array(rng.normal(size=(n, 6)), jnp.float32) for n in (4 if offset is None else 2, 10, 10))
     start = offset or 0

@@ -59,7 +59,7 @@ def test_the_kernels_give_the_logits_of_xla(config, kind, cache):
 
 @pytest.mark.kernels
 def test_attention_reads_no_page_that_a_window_has_passed():
-    """Tokens far behind are in no page any more, and those in its block of keys that are not seen hold NaN; sinks."""
+    """The pages that were given back hold NaN, some of them within a block of keys that is read. With sinks."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: array(rng.normal(size=shape), jnp.bfloat16)
     pages = draw(16, 16, 2, 64), draw(16, 16, 2, 64)

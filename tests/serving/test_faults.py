@@ -126,7 +126,7 @@ class FakeDevice:
             # Pages that are not this sequence's give another token, and not an error: as on a device.
             tokens[i] = next_token(read[:, 0]) if (read[:, 1] == where).all() else -2
             if batch.window_tables is not None and length:
-                first = length - np.diff(batch.cu_seqlens_q)[i]  # Of its tokens in this step.
+                first = length - np.diff(batch.cu_seqlens_q)[i]  # The first of its tokens in this step.
                 seen = where[max(0, first + 1 - WITH_WINDOW.sliding_window) :]
                 pages_of = batch.window_tables[i, seen // PAGE]
                 same = (slots[pages_of * PAGE + seen % PAGE] == read[seen]).all() and (pages_of >= 0).all()

@@ -218,7 +218,7 @@ def test_mutants_of_windows_are_caught(copied, old, new):
 
 
 def test_a_long_sequence_holds_few_pages_of_layers_with_a_window():
-    """Of 1000 tokens, 100 of them generated, by chunks of 64 and several steps at once; a window of 128."""
+    """900 tokens of a prompt in chunks of 64, then 100 new ones, several steps at once; a window of 128."""
     scheduler = Scheduler(PageAllocator(63 + 14, 16), max_seqs=1, max_tokens_per_step=64, window=128)
     request, most = Request(tuple(range(900)), 101), 0
     scheduler.submit(request)

@@ -36,7 +36,7 @@ from ..grouped.ragged_dot import ragged_dot
 from .copy_rows import copy_rows
 
 FEW = 1024  # Rows that are all compared with each other.
-ALPHA = 1.702  # Of gpt-oss's SwiGLU.
+ALPHA = 1.702  # gpt-oss's SwiGLU has gate * sigmoid(ALPHA * gate).
 TOKENS = 128  # Tokens of a block: a product with a triangle counts within it, and then blocks are compared.
 
 
