@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import lab
 from bench.peers import imports
-from serving import Engine, LlamaConfig, RopeScaling, load, save
+from serving import Engine, LlamaConfig, RopeScaling, YarnScaling, load, save
 from serving.checkpoint import config_of
 from serving.model import empty_pages, forward
 from serving.request import Chunk, Request
@@ -372,7 +372,7 @@ def test_weights_take_a_dtype_and_a_head_that_is_tied_is_left(tmp_path):
 
 
 def test_a_config_as_transformers_4_wrote_it():
-    """Llama 3.2 1B's, and that of Mixtral 8x7B, which has no head_dim."""
+    """Llama 3.2 1B's, gpt-oss-20b's, and that of Mixtral 8x7B, which has no head_dim."""
     llama = dict(
         architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=128000,
         eos_token_id=128001, head_dim=64, hidden_act="silu", hidden_size=2048, initializer_range=0.02,
@@ -395,6 +395,24 @@ def test_a_config_as_transformers_4_wrote_it():
         num_key_value_heads=8, num_local_experts=8, output_router_logits=False, rms_norm_eps=1e-05,
         rope_theta=1000000.0, router_aux_loss_coef=0.02, sliding_window=None, tie_word_embeddings=False,
         torch_dtype="bfloat16", transformers_version="4.36.0.dev0", use_cache=True, vocab_size=32000,
+    )  # fmt: skip
+    gpt_oss = dict(
+        architectures=["GptOssForCausalLM"], attention_bias=True, attention_dropout=0.0, eos_token_id=200002,
+        experts_per_token=4, head_dim=64, hidden_act="silu", hidden_size=2880, initial_context_length=4096,
+        initializer_range=0.02, intermediate_size=2880, layer_types=["sliding_attention", "full_attention"] * 12,
+        max_position_embeddings=131072, model_type="gpt_oss", num_attention_heads=64, num_experts_per_tok=4,
+        num_hidden_layers=24, num_key_value_heads=8, num_local_experts=32, output_router_logits=False,
+        pad_token_id=199999, rms_norm_eps=1e-05, rope_scaling=dict(
+            beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096, rope_type="yarn",
+            truncate=False,
+        ), rope_theta=150000, router_aux_loss_coef=0.9, sliding_window=128, swiglu_limit=7.0,
+        tie_word_embeddings=False, transformers_version="4.55.0.dev0", use_cache=True, vocab_size=201088,
+    )  # fmt: skip
+    assert config_of(gpt_oss) == LlamaConfig(
+        201088, 2880, 2880, 24, 64, 8, 64, 150000.0, 1e-5, rope_scaling=YarnScaling(32.0, 4096, truncate=False),
+        num_experts=32, num_experts_per_tok=4, max_position_embeddings=131072, eos_token_ids=(200002,),
+        attention_bias=True, attention_sinks=True, sliding_window=128, window_layers=tuple(range(0, 24, 2)),
+        expert_bias=True, swiglu_limit=7.0,
     )  # fmt: skip
     config = config_of(mixtral)
     assert (config.head_dim, config.num_experts, config.num_experts_per_tok, config.norm_topk_prob) == (128, 8, 2, True)
@@ -420,6 +438,12 @@ def test_a_config_as_transformers_4_wrote_it():
         ("mixtral", {}, ("num_local_experts",), "lacks num_local_experts"),
         ("qwen3_moe", dict(decoder_sparse_step=2), (), "decoder_sparse_step = 2 is not supported"),
         ("qwen3_moe", dict(mlp_only_layers=[0]), (), r"mlp_only_layers = \[0\] is not supported"),
+        ("gpt_oss", dict(swiglu_alpha=1.0), (), "swiglu_alpha = 1.0 is not supported; must be 1.702"),
+        ("gpt_oss", dict(layer_types=["chunked_attention"] * 2), (), "layer_types has 'chunked_attention'"),
+        ("gpt_oss", dict(layer_types=["sliding_attention"] * 2), (), "window_layers=.*and not all"),
+        ("gpt_oss", dict(layer_types=["full_attention"]), (), "layer_types has 1 layers; must have num_hidden_layers"),
+        ("gpt_oss", dict(initial_context_length=8), (), "initial_context_length = 8 and original_max_position"),
+        ("llama", dict(swiglu_limit=7.0), (), "swiglu_limit = 7.0 is a key that is not known for llama"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name, changes, drop, message):
@@ -524,6 +548,16 @@ ROPE_OF_LLAMA3 = dict(rope_type="llama3", **LLAMA3)
 def test_what_changes_nothing_is_taken(name, changes):
     raw = SIZES | RAW[name]
     assert config_of(raw | changes) == config_of(raw)
+
+
+def test_yarn_between_whole_pairs():
+    """With `truncate`, which gpt-oss does not have."""
+    scaling = YarnScaling(8.0, 1024, beta_fast=16.0, beta_slow=2.0)
+    found = scaling.scaled(10000.0 ** (-np.arange(32) / 32), 10000.0)
+    rope = dict(vars(scaling), rope_type="yarn", rope_theta=10000.0)
+    np.testing.assert_allclose(found, numpy_models.frequencies(dict(rope_parameters=rope), 64), rtol=1e-12)
+    assert 0 < (found == 10000.0 ** (-np.arange(32) / 32)).sum() < 20  # Some keep their frequency.
+    assert scaling.attention_factor == pytest.approx(0.1 * np.log(8) + 1)
 
 
 @pytest.mark.parametrize(
