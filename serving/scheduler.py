@@ -238,20 +238,9 @@ class Scheduler:
         self.is_broken = False
 
     def _books(self) -> Before:
+        pages_of = lambda r: (r.pages, r.window_pages, len(r.pages), r.num_window_freed)
         return Before(
-            [
-                (
-                    r,
-                    r.pages,
-                    r.window_pages,
-                    len(r.pages),
-                    r.num_window_freed,
-                    r.num_computed,
-                    r.num_pending,
-                    r.num_preempted,
-                )
-                for r in self.running
-            ],
+            [(r, *pages_of(r), r.num_computed, r.num_pending, r.num_preempted) for r in self.running],
             (self.num_preemptions, self.num_shared_pages, self.num_open),
         )
 
