@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 import lab
-from serving import Engine, LlamaConfig, init
+from serving import Engine, LlamaConfig, YarnScaling, init
 from serving.backends import TABLE_WIDTHS_MIN
 from serving.model import empty_pages
 from serving.request import Chunk, Request
@@ -53,6 +53,17 @@ MOE_LAYER = Problem(
                 num_experts_per_tok=8),
     num_requests=64, max_prompt=256, max_new_tokens=256, num_pages=4096, max_seqs=64, max_tokens_per_step=512,
     model="qwen3-moe-layer",
+)  # fmt: skip
+# gpt-oss-20b's sizes, random weights, its experts of 16 bits.
+GPT_OSS = Problem(
+    LlamaConfig(
+        201_088, 2880, 2880, 24, 64, 8, 64, rope_theta=150_000.0, num_experts=32, num_experts_per_tok=4,
+        attention_bias=True, attention_sinks=True, expert_bias=True, swiglu_limit=7.0, sliding_window=128,
+        window_layers=tuple(range(0, 24, 2)), rope_scaling=YarnScaling(32.0, 4096, truncate=False),
+        max_position_embeddings=131_072,
+    ),
+    num_requests=384, max_prompt=384, max_new_tokens=352, num_pages=8192, max_seqs=64, max_tokens_per_step=512,
+    model="gpt-oss-20b",
 )  # fmt: skip
 TINY = Problem(
     LlamaConfig(256, 128, 256, 2, 4, 2, 64, dtype="float32"),
@@ -176,7 +187,8 @@ def _decoding(problem: Problem, params, length: int, num_steps: int, **how):
         request.pages, *window = tables[i :: problem.max_seqs].tolist()
         if window:
             (request.window_pages,) = window
-            request.num_window_freed = engine.scheduler._first_seen(length - num_steps)
+            before = length - num_steps + 1 - problem.config.window  # Tokens that none sees any more.
+            request.num_window_freed = max(0, before) // problem.page_size
         chunks.append(Chunk(request, length - num_steps, length - num_steps + 1))
     width_min = TABLE_WIDTHS_MIN[engine.backend]
     batch = pack(chunks, problem.page_size, problem.max_seqs, True, width_min=width_min)
@@ -353,7 +365,7 @@ def run() -> None:
     params = functools.cache(lambda: init(LLAMA_1B.config))
     for backend in ("cookbook", "xla"):
         _print(backend, measured(LLAMA_1B, backend, params))
-    for problem, weights in ((LLAMA_1B, None), (LLAMA_1B, "int8"), (MOE_LAYER, None)):
+    for problem, weights in ((LLAMA_1B, None), (LLAMA_1B, "int8"), (MOE_LAYER, None), (GPT_OSS, None)):
         bound = decode_bound(problem, 320, weights)
         print(f"a step of {problem.model} that decodes, weights {weights or problem.config.dtype}: {bound}")
         of_problem = params if problem is LLAMA_1B else functools.partial(init, problem.config)
