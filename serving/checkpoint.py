@@ -1,23 +1,10 @@
 """Checkpoints of Hugging Face's form: a folder with `config.json` and one or more safetensors files.
 
-    architecture            model_type     what is special
-    LlamaForCausalLM        llama          Llama 3's rotary frequencies, if `rope_type` is llama3
-    Qwen3ForCausalLM        qwen3          heads of queries and keys are normalised
-    MixtralForCausalLM      mixtral        a mixture of experts; weights of a token's experts add up to 1
-    Qwen3MoeForCausalLM     qwen3_moe      both; whether these weights add up to 1 is an option
-    GptOssForCausalLM       gpt_oss        windows in some layers, a sink per head, biases, clamped SwiGLU, YaRN
-
-    quantization_config     architectures     what is stored
-    none                    all               floats
-    mxfp4                   gpt_oss           experts: e2m1, two per byte, and a power of two per 32 of them
-    gptq, 4 bits            all others        matrices: integers, and a zero and a scale per group of inputs
-    awq, 4 bits, gemm       all others        the same, in another order
-
-Packed weights are widened to the dtype of the parameters when they are loaded; `quantized.py` says how exactly.
-`hf_config.py` says which keys of `config.json` are read, and `generation_config.json` may name more EOS tokens. Where
-there is a `model.safetensors.index.json`, the files count that it names; else `model.safetensors`; else all safetensors
-files. A tensor that the model does not have is refused, but for buffers of rotary frequencies, which the config gives.
-Reading and writing need the package safetensors (the extra `serving`).
+`load` has the tables of architectures and quantizations. `hf_config.py` says which keys of `config.json` are read, and
+`generation_config.json` may name more EOS tokens. Where there is a `model.safetensors.index.json`, the files count that
+it names; else `model.safetensors`; else all safetensors files. A tensor that the model does not have is refused, but
+for buffers of rotary frequencies, which the config gives. Reading and writing need the package safetensors (the extra
+`serving`).
 """
 
 import json
@@ -51,8 +38,23 @@ ROTARY_BUFFER = re.compile(r"\brotary_emb\.(inv_freq|original_inv_freq|cos_cache
 
 
 def load(folder, dtype: str | None = None) -> tuple[LlamaConfig, dict[str, jax.Array]]:
-    """The config and the parameters of a checkpoint: of Llama, Qwen3, Qwen3-MoE or Mixtral, whose matrices may be of 4
-    bits by GPTQ or AWQ, or of gpt-oss, whose experts may be MXFP4. The table is in this module's docstring.
+    """The config and the parameters of a checkpoint.
+
+        architecture            model_type     what is special
+        LlamaForCausalLM        llama          `rope_type` is default, llama3 or yarn, as in all others
+        Qwen3ForCausalLM        qwen3          heads of queries and keys are normalised
+        MixtralForCausalLM      mixtral        a mixture of experts; weights of a token's experts add up to 1
+        Qwen3MoeForCausalLM     qwen3_moe      both; whether these weights add up to 1 is an option
+        GptOssForCausalLM       gpt_oss        windows in some layers, a sink per head, biases, clamped SwiGLU
+
+        quantization_config     architectures     what is stored
+        none                    all               floats
+        mxfp4                   gpt_oss           experts: e2m1, two per byte, and a power of two per 32 of them
+        gptq, 4 bits            all others        matrices: integers, and a zero and a scale per group of inputs
+        awq, 4 bits, gemm       all others        the same, in another order
+
+    Packed weights are widened to the dtype of the parameters when they are loaded: MXFP4 exactly, the others exactly to
+    float32 and rounded once to 16 bits.
 
     Args:
       folder: with `config.json` and safetensors files.
