@@ -427,6 +427,25 @@ def equations(jaxpr):
                 yield from equations(inner)
 
 
+def values_loaded(jaxpr) -> int:
+    """Values that a block loads from global memory, to registers or to shared memory. A load in a loop counts as often
+    as the loop runs."""
+    total = 0
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name in ("get", "load") and "gmem" in str(equation.invars[0].aval):
+            total += math.prod(equation.outvars[0].aval.shape)
+        elif name == "copy_gmem_to_smem":
+            total += math.prod(equation.invars[1].aval.shape)
+        values = jax.tree.leaves(list(params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
+        inner = [getattr(value, "jaxpr", value) for value in values]
+        inside = sum(values_loaded(value) for value in inner if hasattr(value, "eqns"))
+        if inside and name == "while":
+            raise NotYet("it loads in a loop of unknown length: load each value once, in loops of known length")
+        total += inside * params.get("length", 1) if name == "scan" else inside
+    return total
+
+
 def speed(answer, package_kernel, *avals) -> str:
     """How long `answer` takes beside the package's kernel: the end of a verdict on a GPU, empty without one.
 
