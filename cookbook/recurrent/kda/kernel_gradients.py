@@ -331,14 +331,14 @@ def _by_blocks(shared: Shared, *grads):
 
 def launch(plan: KdaPlan, first_rows, num_rows, q, k, g, beta, do, dr, errors, states, d_states, decay, params):
     """[dq, dk, dg, dbeta]. Rows of no sequence are not written."""
-    (num_rows_, _, size), units, chunks = g.shape, plan.heads * plan.pieces, plan.sequences.num_chunks
+    units, chunks = plan.heads * plan.pieces, plan.sequences.num_chunks
     of_units = lambda x: x.reshape(len(x), -1, PIECE)
     of_heads = lambda x: x.reshape(len(x), plan.heads, -1)
     gmem = dict(
         q=of_units(q), k=of_units(k), g=of_units(g), do=of_heads(do), dr=of_heads(dr), e=errors, s=states, ds=d_states
     )
     decay = decay.reshape(plan.heads, chunks, plan.pieces, PIECE).swapaxes(1, 2).reshape(units, chunks, PIECE)
-    out = (num_rows_, units, PIECE)
+    out = (len(g), units, PIECE)
     return _host.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=[
