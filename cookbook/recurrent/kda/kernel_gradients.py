@@ -139,22 +139,9 @@ def _kernel(
     (*gates, parts), (*values, (faded, dq)), (states, (squares, late_beta)) = gates_smem, values_smem, states_smem
     keys, gates, values = Tiles.views(keys_smem, plan.interpreted), views(gates), views(values)
     shared = Shared(
-        plan,
-        part(first_rows[chunk]),
-        unit,
-        rows,
-        keys,
-        gates,
-        parts,
-        values,
-        faded,
-        dq,
-        e_smem,
-        e_smem,
-        states,
-        squares,
-        late_beta,
-    )
+        plan, part(first_rows[chunk]), unit, rows, keys, gates, parts, values, faded, dq, e=e_smem, fade=e_smem,
+        states=states, squares=squares, beta=late_beta,
+    )  # fmt: skip
 
     @pl.when(rows > 0)
     def _():
