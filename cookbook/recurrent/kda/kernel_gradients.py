@@ -17,13 +17,14 @@ the decays x[r, c] = exp(gates between token r and the boundary of those halves)
     dk_plus[t]  = x[t] sum over j of beta[j] dm[t, j] (x k)[j]
     dk_minus[j] = x[j] sum over t of dm[t, j] (x k)[t] + dw[t, j] (x q)[t]
 
-The columns of t and those of j are not the same, so two products have it all, where one operand of the second is x q in
-the second halves and x k in the first. Of the matrices, one has beta[j] dm[t, j] below the diagonal and dm[t, j] above
-it, at row j and column t; the other has dw so. A comparison of the row with the column selects the pairs.
+Two products have all of it, because the matrices' columns are those of first halves for a row t, and of second halves
+for a row j. The right operand of one is x k. That of the other is x k in the first halves and x q in the second. Below
+the diagonal the left operands have beta[j] dm[t, j] and beta[j] dw[t, j]; above it, at row j and column t, they have
+dm[t, j] and dw[t, j]. A mask selects the pairs that part at b.
 
-What a pair adds to the gradient of the gates lies between j and t, in every row: the share of token t in those from the
-boundary to t, the share of j in those after j. So dg is a matrix of zeros and ones by the shares (64, 64), and no
-difference of sums is taken.
+A pair adds to the gradients of all gates between j and t. The share of token t goes to the gates from the boundary to
+t, that of token j to those after j and before the boundary. So dg is a matrix of zeros and ones by the shares (64, 64),
+and no difference of sums is taken.
 
 Role table: one warpgroup per block, with one unit of one chunk; two blocks of an SM hide each other's latencies.
 
@@ -80,7 +81,7 @@ class Shared:
     rows: Index  # How many the chunk has.
     keys: Tiles
     gates: Tiles
-    parts: Ref  # Of the gates, in their place.
+    parts: Ref  # In the place of `gates`: their two parts.
     values: Tiles
     faded: Ref  # In the place of `values`: keys that fade, and queries or keys that do,
     dq: Ref  # and dq in float32, for which registers are too few.
