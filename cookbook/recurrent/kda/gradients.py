@@ -47,6 +47,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from ... import _host
 from .. import arguments
 from . import kernel, kernel_backward, kernel_gradients
 from .plan import KdaPlan
@@ -63,7 +64,7 @@ def gradients(q, k, v, g, beta, initial, cu_seqlens, squares, decay, do, d_final
     dv, d_states, d_initial = kernel_backward.launch(plan, table, do, squares, decay, d_final, params)
     of_norms = None
     if plan.use_qk_l2norm:
-        (q, k), of_norms = jax.vjp(lambda *x: tuple(map(arguments.normalized, x)), q, k)
+        (q, k), of_norms = jax.vjp(_normalized, q, k)
     beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
     places = sequences.places_of_chunks(cu_seqlens)
     dq, dk, dg, dbeta = kernel_gradients.launch(
@@ -78,6 +79,11 @@ def gradients(q, k, v, g, beta, initial, cu_seqlens, squares, decay, do, d_final
     if of_norms:
         dq, dk = of_norms((dq, dk))
     return dq, dk, dv, dg, dbeta, d_initial
+
+
+@_host.own_options()
+def _normalized(q, k):
+    return arguments.normalized(q), arguments.normalized(k)
 
 
 def _of_group(plan: KdaPlan, dx, shape):
