@@ -93,6 +93,8 @@ def compiled_whole(fn, *avals, donate_argnums=()):
         ((8192, 2048, 32000), "low"),
         slow((8192, 2048, 131072), None),
         slow((16384, 2048, 151936), None),
+        slow((16384, 2048, 151936), "low"),
+        slow((4096, 4096, 128256), "low"),
     ],
 )
 def test_memory(size, memory):
@@ -125,6 +127,14 @@ def test_the_epilogue_of_the_loss_alone_spills_no_registers(size, options):
     assert len(compiled.kernels) == 1 and compiled.spill_bytes == 0
 
 
+@pytest.mark.parametrize("size, options", [((8192, 2048, 32000), ALL), slow((16384, 2048, 151936), {})])
+def test_low_memory_spills_no_registers_and_copies_no_part(size, options):
+    """The kernels find a block's columns where they lie, in the weight and in its gradient."""
+    fn = of_products(memory="low", **options)
+    compiled = lab.compile_for("h200", fn, *operands(*size))
+    assert len(compiled.kernels) == 4 and compiled.spill_bytes == 0
+
+
 def test_sums_of_the_weights_gradient_spill_no_registers():
     compiled = lab.compile_for("h200", of_products(), *operands(16384, 2048, 151936))
     assert len(compiled.kernels) == 6 and compiled.spill_bytes == 0  # Two per row, and of products one that adds.
@@ -148,12 +158,17 @@ def test_offsets_beyond_32_bits():
 
 def test_blocks_keep_to_their_bytes():
     rng = np.random.default_rng(0)
-    for _ in range(300):
+    for _ in range(50):
         rows, hidden, vocabulary = (int(np.exp(rng.uniform(*map(np.log, ends)))) for ends in
                                     ((1, 200_000), (8, 16384), (1, 300_000)))  # fmt: skip
         pitch = products.pitch_of(vocabulary, False)
         for memory in (None, "low"):
             found = blocks.blocks_of(rows, hidden, vocabulary, pitch, memory, 132)
             assert found.rows % 8 == 0 and 0 < found.rows < rows + blocks.UNIT
-            if memory is None:
+            if found.cols is not None:
+                assert found.cols % products.COLUMNS == 0 and found.num(rows) <= blocks.ROUNDED_MAX
+                allowed = rows * vocabulary / 5 if memory else blocks.BYTES_MAX
+                nbytes = found.rows * (2 * found.cols + 6 * hidden)
+                assert nbytes <= allowed or found.cols <= 8 * blocks.UNIT
+            if memory is None and found.cols is None:
                 assert found.rows <= blocks.UNIT or 2 * min(found.rows, rows) * pitch <= blocks.BYTES_MAX
