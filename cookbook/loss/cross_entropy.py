@@ -8,7 +8,8 @@ Shapes: logits x (..., V), V at most 2**20, bfloat16, float16 or float32; labels
 losses, are float32. Role and barrier tables: `kernel.py`.
 
 Bound by: memory (one read; forward and backward two reads and a write).
-Not supported: second derivatives. Rows that are not a multiple of 16 bytes are loaded in smaller words.
+Not supported: second derivatives. Rows of fewer than about 1000 columns that are not a multiple of 16 bytes are loaded
+in smaller words.
 """
 
 import functools

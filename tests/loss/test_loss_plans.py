@@ -10,7 +10,9 @@ import pytest
 
 import lab
 from cookbook import _host, cross_entropy, linear_cross_entropy
+from cookbook._device import WARPGROUP
 from cookbook.loss import blocks, kernel, products
+from cookbook.loss.plan import GROUP
 from lab.toolchain import claim_architecture, device, gpu_facts
 from tests.lowering import H200, lowered
 
@@ -43,8 +45,8 @@ def test_rows_of_every_length(dtype, options):
     seen, rng = set(), np.random.default_rng(0)
     for cols in [*range(1, 600), *map(int, rng.integers(600, 2**20, 300)), 2**20]:
         plan = kernel.Plan(3, cols, max(cols, 128), jnp.dtype(dtype).itemsize, None)
-        groups, rest = divmod(plan.num_body, kernel.GROUP)
-        traits = plan.vec, groups > 0, rest > 0, plan.shared > 0
+        groups, rest = divmod(plan.num_body, GROUP)
+        traits = plan.vec, groups > 0, rest > 0, plan.shared > 0, plan.has_ends
         if traits not in seen:
             seen.add(traits)
             lowered(of_logits(**options), aval(dtype, 3, cols), aval(jnp.int32, 3))
@@ -55,8 +57,12 @@ def test_every_column_is_in_one_piece():
     for pitch in [*range(128, 3000), 32000, 128256, 128320, 2**20]:
         for itemsize in (2, 4):
             plan = kernel.Plan(1, pitch, pitch, itemsize, None)
-            assert plan.pitch % plan.vec == plan.last % plan.vec == 0
+            assert plan.in_pieces % plan.vec == plan.last % plan.vec == 0
             assert 0 <= plan.shared < plan.width and plan.num_body * plan.width - plan.shared == plan.last
+            if plan.has_ends:
+                for row in range(plan.aligned):
+                    begin = -row * pitch % plan.aligned
+                    assert begin < WARPGROUP and 0 <= pitch - begin - plan.covered < WARPGROUP
     for vocabulary in range(1, 3000):  # All columns that do not count are in the last piece.
         for transposed in (False, True):
             plan = kernel.Plan(1, vocabulary, products.pitch_of(vocabulary, transposed), 2, None)
@@ -140,18 +146,22 @@ def test_sums_of_the_weights_gradient_spill_no_registers():
     assert len(compiled.kernels) == 6 and compiled.spill_bytes == 0  # Two per row, and of products one that adds.
 
 
-def test_all_threads_have_loaded_a_row_before_its_last_piece_is_stored():
-    """The interpreter has one thread per warpgroup, and so no warp that is ahead of another: read off the PTX."""
-    compiled = lab.compile_for("h200", of_logits(), aval(BF16, 8, 32064), aval(jnp.int32, 8))
+@pytest.mark.parametrize("cols, end", [(32064, []), (32065, ["mb"])])
+def test_all_threads_have_loaded_a_row_before_its_last_piece_is_stored(cols, end):
+    """The interpreter has one thread per warpgroup, and so no warp that is ahead of another: read off the PTX. After
+    one more barrier come the ends of a row, one value per thread."""
+    compiled = lab.compile_for("h200", of_logits(), aval(BF16, 8, cols), aval(jnp.int32, 8))
+    assert compiled.spill_bytes == 0
     kernel_ptx = compiled.ptx[compiled.ptx.index(".entry loss_gradient") :]
     steps = re.findall(r"ld\.global\.v4|st\.global\.v4\.b32 \t?\[%rd\d+[+\d-]*\], \{%r|mbarrier\.try_wait", kernel_ptx)
     order = [kind for kind, _ in itertools.groupby(step[:2] for step in steps)]
-    assert order[:3] == ["ld", "mb", "ld"] and order[-3:] == ["st", "mb", "st"]
+    assert order[:3] == ["ld", "mb", "ld"] and order[-3 - len(end) :] == ["st", "mb", "st", *end]
 
 
-def test_offsets_beyond_32_bits():
-    """No sum or product of 32 bits becomes an address, in 20,000 rows of 151,936 logits."""
-    shape = 20_000, 151_936
+@pytest.mark.parametrize("cols", [151_936, 151_937])
+def test_offsets_beyond_32_bits(cols):
+    """No sum or product of 32 bits becomes an address, in 20,000 rows of so many logits."""
+    shape = 20_000, cols
     compiled = lab.compile_for("h200", of_logits(), aval(BF16, *shape), aval(jnp.int32, shape[0]))
     assert np.prod(shape) > 2**31 and "mul.wide.s32" not in compiled.ptx
 
