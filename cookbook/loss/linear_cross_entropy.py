@@ -161,7 +161,8 @@ def _by_rows(problem: Problem, hidden, weight, labels, d_loss, d_lse, scale):
         logits, loss, lse = _logits(problem, hidden, weight, rows)
         g = _gradient(problem, logits, rows.columns, lse, *rows.coefficients(lse, d_loss, d_lse), vocabulary)
         if sums is None:
-            sums = products.d_weight(target, g, hidden, transposed, scale, jnp.float32 if several else None)
+            dtype = jnp.float32 if several else None
+            sums = products.d_weight(target, g, hidden, vocabulary, transposed, scale, dtype)
         else:
             sums = products.add_d_weight(target, sums, g, hidden, transposed, scale)
         g, sums = _host.apart((g, sums))  # Then the hidden rows without those ignored can lie where d_hidden will.

@@ -16,6 +16,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -130,11 +131,15 @@ def d_hidden(target: _host.Target, g, weight, transposed: bool, scale):
     return _product(target, g, weight, (g.shape[0], h, v), (False, not transposed), g.dtype, scale)
 
 
-def d_weight(target: _host.Target, g, hidden, transposed: bool, scale, out_dtype=None):
-    """(pitch, H), or `transposed` (H, pitch), times `scale`. float32 sums, which `add_d_weight` goes on with, never
-    vary over an axis of a mesh to JAX, which takes no Ref that does."""
+def d_weight(target: _host.Target, g, hidden, vocabulary: int, transposed: bool, scale, out_dtype=None):
+    """(V, H), or (pitch, H) in float32, or `transposed` (H, pitch), times `scale`. float32 sums, which `add_d_weight`
+    goes on with, never vary over an axis of a mesh to JAX, which takes no Ref that does."""
     out_dtype = jnp.dtype(out_dtype or g.dtype)
     a, b, sizes = _of_d_weight(g, hidden, transposed)
+    if out_dtype == g.dtype and vocabulary < g.shape[1] and not transposed:  # XLA would copy the rows that count.
+        empty = lax.empty((vocabulary, hidden.shape[1]), out_dtype)
+        of_rows = plan(target, a, b, sizes, (True, True), out_dtype, whole_tiles=True)
+        return _launch_into(empty, a, b, dict(scale=scale.reshape(1)), of_rows, adds=False)
     return _product(target, a, b, sizes, (True, True), out_dtype, scale, varies=out_dtype == g.dtype)
 
 

@@ -182,8 +182,8 @@ def logits(target, hidden, weight, pitch, transposed):
 def d_hidden(target, g, weight, transposed, scale):
     return (scale * (g[:, :len(weight)] @ weight)).astype(g.dtype)
 
-def d_weight(target, g, hidden, transposed, scale, out_dtype=None):
-    return (scale * (g.T @ hidden)).astype(out_dtype or g.dtype)
+def d_weight(target, g, hidden, vocabulary, transposed, scale, out_dtype=None):
+    return (scale * (g[:, :vocabulary].T @ hidden)).astype(out_dtype or g.dtype)
 
 def statistics_alone(target, hidden, weight, label, cols, pitch, transposed, soft_cap, with_sum):
     return statistics(logits(target, hidden, weight, pitch, transposed), label, cols, soft_cap, with_sum)
