@@ -178,12 +178,11 @@ def gradient_of_part(target: _host.Target, hidden, weight, first, cols: int, tra
 
 @functools.partial(jax.jit, static_argnames=("plan", "part_of_b", "cols", "how"))
 def _launch_gradient(hidden, weight, vectors, plan: Plan, part_of_b: int, cols: int, how):
-    how = dict(how)
-    store_tile = functools.partial(store_gradient, **how)
+    store_tile = functools.partial(store_gradient, **dict(how))
     body = functools.partial(_of_part, plan=plan, part_of_b=part_of_b, part_of_o=None, size=cols, store_tile=store_tile)
     g = jax.ShapeDtypeStruct((len(hidden), cols), plan.out_dtype)
-    of_tanh = _host.compiler_params(approx_math=how["soft_cap"] is None)  # tanh.approx is good to 2**-11.
-    run = launch(body, plan, [g], dict(cluster=plan.tiles.clusters), plan.scratch, of_tanh)
+    # The same tanh.approx as in the loss alone, whose lse belongs to these logits.
+    run = launch(body, plan, [g], dict(cluster=plan.tiles.clusters), plan.scratch, params())
     vectors = {
         name: x if name == "first" else _host.pad_to_tiles(x, plan.tiles.cluster_tile[:1])
         for name, x in vectors.items()
