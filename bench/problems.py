@@ -1230,7 +1230,7 @@ def relative_error(out, exact) -> float:
 
 @jax.jit
 def _norms(out, exact):
-    """Of the difference and of `exact`. In one program, so that no float32 copies of large arrays are in memory."""
+    """The norms of the difference and of `exact`: one program, so that no float32 copies of large arrays are made."""
     out, exact = out.astype(jnp.float32), exact.astype(jnp.float32)
     same = (out == exact) | (jnp.isnan(out) & jnp.isnan(exact))
     difference = jnp.where(same, 0.0, out - exact)
