@@ -17,6 +17,7 @@ Barriers: the reductions have their own; `threads.sync` stands between a store t
 Bound by: memory, one read. Not supported: more than 2**24 columns.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -26,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
-from .._device import WARPGROUP
+from .._device import WARPGROUP, Ref
 from . import threads
 from .plan import Plan
 
@@ -50,103 +51,134 @@ def from_key(key, dtype):
     return lax.bitcast_convert_type(key if bits == 32 else key.astype(jnp.int16), dtype)
 
 
-def _count(taken):
-    """How many of the values of a list of arrays are true."""
-    return jnp.sum(functools.reduce(jnp.add, [some.astype(jnp.int32) for some in taken]))
+def search(count, k: int, most: int, low, reached):
+    """(threshold, count): the highest threshold that at least `k` keys reach, or one that at most `most` do.
 
-
-def search(keys, k: int, most: int, low, count):
-    """(threshold, count): the highest threshold that at least `k` of `keys` reach, or one that at most `most` do.
-
-    `low` is a threshold that `count` keys reach, at least `k`.
+    `count(threshold)` keys reach a threshold. `low` is one that `reached` keys do, at least `k`.
     """
 
     def halve(state):
-        low, high, count = state
+        low, high, reached = state
         middle = (low | high) - ((low ^ high) >> 1)  # Rounded up, without overflow.
-        reached = _count([key >= middle for key in keys])
-        enough = reached >= k
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1), jnp.where(enough, reached, count)
+        here = count(middle)
+        enough = here >= k
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1), jnp.where(enough, here, reached)
 
     going_on = lambda state: (state[0] < state[1]) & (state[2] > most)
-    low, _, count = lax.while_loop(going_on, halve, (low, jnp.int32(HIGHEST), count))
-    return low, count
+    low, _, reached = lax.while_loop(going_on, halve, (low, jnp.int32(HIGHEST), reached))
+    return low, reached
 
 
-def _search_ties(count_to, k: int, most: int, count):
-    """The lowest index so that at least `k` keys are taken if of those at the threshold it is the last, or one with
-    which at most `most` are."""
-
-    def halve(state):
-        low, high, count = state
-        middle = (low & high) + ((low ^ high) >> 1)
-        reached = count_to(middle)
-        enough = reached >= k
-        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high), jnp.where(enough, reached, count)
-
-    going_on = lambda state: (state[0] < state[1]) & (state[2] > most)
-    return lax.while_loop(going_on, halve, (jnp.int32(0), jnp.int32(HIGHEST), count))[1]
-
-
+@dataclasses.dataclass(frozen=True)
 class _Part:
-    """The keys of a block's part of a row, in registers, and their indices."""
+    """A block's part of a row: its keys in shared memory, and their indices."""
 
-    def __init__(self, plan: Plan, x_gmem, index_gmem):
-        self.plan, self.index_gmem, self.layout = plan, index_gmem, threads.strided(plan.piece, plan.vec)
-        first = lax.axis_index("part") * plan.part
-        self.turns = [first + p * plan.piece for p in range(plan.num_pieces)]
-        self.starts = [jnp.minimum(turn, plan.cols - plan.piece) for turn in self.turns]
-        self.column = plgpu.broadcasted_iota(jnp.int32, (plan.piece,), 0, layout=self.layout)
-        loaded = [_device.load(x_gmem.at[pl.ds(start, plan.piece)], self.layout) for start in self.starts]
-        self.keys = [jnp.where(self._is_fresh(p), to_key(x), LOWEST) for p, x in enumerate(loaded)]
+    plan: Plan
+    index_gmem: Ref  # What the columns stand for; or None, for themselves.
+    keys_smem: Ref
 
-    def _is_fresh(self, p: int):
-        """Where piece `p`, shifted back to end with the row, has columns that no other piece has."""
-        return self.column >= self.turns[p] - self.starts[p]
+    @property
+    def _layout(self):
+        return threads.strided(self.plan.vec)
 
-    def index(self, p: int):
-        """Indices of the keys of piece `p`. What is no column of the row comes after all that are."""
+    def _column(self):
+        return plgpu.broadcasted_iota(jnp.int32, (self.plan.piece,), 0, layout=self._layout)
+
+    def _turn(self, p):
+        """(turn, start): the column where it is the turn of piece `p`, and where the piece starts: the last is shifted
+        back to end with the row."""
+        turn = lax.axis_index("part") * self.plan.part + p * self.plan.piece
+        return turn, jnp.minimum(turn, self.plan.cols - self.plan.piece)
+
+    def _is_fresh(self, p):
+        """Where piece `p` has columns that no piece before has."""
+        turn, start = self._turn(p)
+        return self._column() >= turn - start
+
+    def _at(self, p):
+        return self.keys_smem.at[pl.ds(p * self.plan.piece, self.plan.piece)]
+
+    def over(self, visit, state):
+        """`state = visit(p, state)` for each piece."""
+        unroll = self.plan.unroll
+
+        def some(g, state):
+            for u in range(unroll):
+                state = visit(g * unroll + u, state)
+            return state
+
+        return lax.fori_loop(0, self.plan.num_pieces // unroll, some, state)
+
+    def load(self, x_gmem):
+        """Fills `keys_smem`. Returns arrays of the maxima of groups of keys."""
+        plan = self.plan
+
+        def some(g, maxima):
+            pieces = [g * plan.unroll + u for u in range(plan.unroll)]
+            loaded = [_device.load(x_gmem.at[pl.ds(self._turn(p)[1], plan.piece)], self._layout) for p in pieces]
+            keys = [jnp.where(self._is_fresh(p), to_key(x), LOWEST) for p, x in zip(pieces, loaded, strict=True)]
+            for p, key in zip(pieces, keys, strict=True):
+                _device.store(self._at(p), key)
+            return [functools.reduce(jnp.maximum, keys[m :: len(maxima)], most) for m, most in enumerate(maxima)]
+
+        lowest = [self._column() * 0 + LOWEST] * plan.num_maxima
+        return lax.fori_loop(0, plan.num_pieces // plan.unroll, some, lowest)
+
+    def key(self, p):
+        return _device.load(self._at(p), self._layout)
+
+    def index(self, p):
+        """Indices of the keys of piece `p`, right where they are fresh."""
+        _, start = self._turn(p)
         if self.index_gmem is None:
-            index = self.starts[p] + self.column
-        else:
-            index = _device.load(self.index_gmem.at[pl.ds(self.starts[p], self.plan.piece)], self.layout)
-        return jnp.where(self._is_fresh(p), index, self.plan.pad + self.turns[p] + self.column)
+            return start + self._column()
+        return _device.load(self.index_gmem.at[pl.ds(start, self.plan.piece)], self._layout)
 
-    def taken(self, p: int, threshold, last):
-        """Which keys of piece `p` are above the threshold, or at it with an index up to `last`."""
-        key = self.keys[p]
-        return (key > threshold) | ((key == threshold) & (self.index(p) <= last))
+    def taken(self, p, threshold, last):
+        """Which keys of piece `p` are above the threshold, or at it with an index up to `last`: 1, otherwise 0."""
+        key = self.key(p)
+        tied = (key == threshold) & self._is_fresh(p) & (self.index(p) <= last)
+        return ((key > threshold) | tied).astype(jnp.int32)
 
-    def threshold(self):
-        """(threshold, last), by which at least `k` keys are taken and at most as many as there are slots."""
-        plan, low, every = self.plan, jnp.int32(LOWEST), jnp.int32(self.plan.part)
+    def num_taken(self, threshold, last):
+        """How many are, of those that have the same place in their pieces."""
+        return self.over(lambda p, so_far: so_far + self.taken(p, threshold, last), self._column() * 0)
+
+    def _num_reaching(self, threshold):
+        count = lambda p, so_far: so_far + (self.key(p) >= threshold).astype(jnp.int32)
+        return jnp.sum(self.over(count, self._column() * 0))
+
+    def threshold(self, maxima):
+        """(threshold, last), by which at least `k` keys are taken, if there are as many, and at most `slots`."""
+        plan, low = self.plan, jnp.int32(LOWEST)
         if plan.part <= plan.slots:
             return low, jnp.int32(HIGHEST)
-        if plan.num_maxima < plan.num_pieces:
-            maxima = [functools.reduce(jnp.maximum, self.keys[m :: plan.num_maxima]) for m in range(plan.num_maxima)]
-            low, _ = search(maxima, plan.k, plan.k + plan.k // 8, low, jnp.int32(plan.num_maxima * plan.piece))
-            every = _count([key >= low for key in self.keys])
-        low, count = search(self.keys, plan.k, plan.slots, low, every)
-        count_to = lambda last: _count([self.taken(p, low, last) for p in range(plan.num_pieces)])
-        return low, _search_ties(count_to, plan.k, plan.slots, count)
+        if maxima:
+            count = lambda threshold: sum(jnp.sum((some >= threshold).astype(jnp.int32)) for some in maxima)
+            low, _ = search(count, plan.k, plan.k + plan.k // 8, low, jnp.int32(len(maxima) * plan.piece))
+        low, reached = search(self._num_reaching, plan.k, plan.slots, low, self._num_reaching(low))
+        # Too many keys are equal: how far the indices go, as what is highest of their complements.
+        count = lambda complement: jnp.sum(self.num_taken(low, ~complement))
+        return low, ~search(count, plan.k, plan.slots, jnp.int32(LOWEST), reached)[0]
 
 
-def _collect(part: _Part, key_smem, index_smem, counter_smem, interpreted: bool):
-    """Writes the keys that are taken, and their indices, into the slots."""
-    plan = part.plan
-    slot = plgpu.broadcasted_iota(jnp.int32, (plan.slots,), 0, layout=threads.strided(plan.slots, 1))
-    key_smem[...] = slot * 0 + LOWEST
-    index_smem[...] = slot + (plan.pad + 2**23 + lax.axis_index("part") * plan.slots)
-    counter_smem[...] = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=threads.PER_THREAD) * 0
-    bound = part.threshold()
+def _collect(plan: Plan, x_gmem, index_gmem, keys_smem, key_smem, index_smem, counter_smem, interpreted: bool):
+    """Writes the keys of a part that are taken, and their indices, into the slots."""
+    slot = plgpu.broadcasted_iota(jnp.int32, (plan.slots,), 0, layout=threads.PER_THREAD)
+    _device.store(key_smem, slot * 0 + LOWEST)
+    _device.store(index_smem, slot + (plan.pad + lax.axis_index("part") * plan.slots))
+    nothing = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=threads.PER_THREAD) * 0
+    _device.store(counter_smem, nothing)
+    part = _Part(plan, index_gmem, keys_smem)
+    maxima = part.load(x_gmem)
     threads.sync(interpreted)
-    taken = lambda p: part.taken(p, *bound).astype(jnp.int32)
-    counts = functools.reduce(jnp.add, [taken(p) for p in range(plan.num_pieces)])
-    free = threads.claim(counter_smem, counts, plan.vec, interpreted)
-    for p in range(plan.num_pieces):
-        slots, free = threads.number(taken(p), free, plan.vec, interpreted)
-        threads.scatter(key_smem, slots, part.keys[p], plan.vec, interpreted)
-        threads.scatter(index_smem, slots, part.index(p), plan.vec, interpreted)
+    bound = part.threshold(maxima)
+    free = threads.claim(counter_smem, part.num_taken(*bound), plan.vec, interpreted)
+    refs = key_smem, index_smem
+    put = lambda p, free: threads.put(
+        refs, part.taken(p, *bound), (part.key(p), part.index(p)), free, plan.vec, interpreted
+    )
+    part.over(put, free)
     threads.sync(interpreted)
 
 
@@ -157,7 +189,7 @@ def sort(key_smem, index_smem, interpreted: bool):
     in reverse, the better of both goes to the front.
     """
     size = key_smem.shape[0]
-    layout = threads.strided(size, 1)
+    layout = threads.PER_THREAD
     slot = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
     stages = size.bit_length() - 1
 
@@ -183,11 +215,11 @@ def sort(key_smem, index_smem, interpreted: bool):
 
 
 def _select(x_gmem, *refs, plan: Plan, interpreted: bool):
-    *index_gmem, out_gmem, out_index_gmem, key_smem, index_smem, counter_smem = refs
+    *index_gmem, out_gmem, out_index_gmem, keys_smem, key_smem, index_smem, counter_smem = refs
     row, part = lax.axis_index("row"), lax.axis_index("part")
     indices = index_gmem[0].at[row] if index_gmem else None
-    _collect(_Part(plan, x_gmem.at[row], indices), key_smem, index_smem, counter_smem, interpreted)
-    layout = threads.strided(plan.slots, 1)
+    _collect(plan, x_gmem.at[row], indices, keys_smem, key_smem, index_smem, counter_smem, interpreted)
+    layout = threads.PER_THREAD
     if plan.num_parts > 1:
         here = pl.ds(part * plan.slots, plan.slots)
         _device.store(out_gmem.at[row, here], _device.load(key_smem, layout))
@@ -212,6 +244,6 @@ def select(plan: Plan, x, index, dtype, target: _host.Target, params):
         out_type=(jax.ShapeDtypeStruct(shape, dtype if last else jnp.int32), jax.ShapeDtypeStruct(shape, jnp.int32)),
         grid=(x.shape[0], plan.num_parts),
         grid_names=("row", "part"),
-        scratch_types=[plgpu.SMEM((plan.slots,), jnp.int32)] * 2 + [plgpu.SMEM((WARPGROUP,), jnp.int32)],
+        scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in (plan.part, plan.slots, plan.slots, WARPGROUP)],
         compiler_params=params,
     )(*([x] if index is None else [x, index]))

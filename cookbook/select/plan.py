@@ -8,10 +8,10 @@ from jax.experimental import pallas as pl
 
 from .._device import WARPGROUP
 
-PIECES_MAX = 32  # Loads unrolled in one go.
-REGISTERS = 128  # Keys that a thread keeps.
+UNROLL = 8  # Loads of a thread in flight.
 PART_MIN = 2048  # Keys of a part, at least: a block that has fewer waits more than it works.
-REGISTERS_SHARED = 64  # Keys that a thread keeps where few are selected: more blocks then share an SM.
+PART_MAX = 8192  # At most: with their 32 KiB of shared memory 6 blocks share an SM.
+PART_LAST = 32768  # In the last stage a block has a row for itself.
 
 
 def ceil_power_of_2(n: int) -> int:
@@ -52,9 +52,14 @@ class Plan:
         return candidates(self.k)
 
     @property
+    def unroll(self) -> int:
+        return min(UNROLL, self.num_pieces)
+
+    @property
     def num_maxima(self) -> int:
-        """Pieces of maxima of groups of keys, 4 groups for each key that is wanted; or all pieces, groups of one."""
-        return min(self.num_pieces, ceil_power_of_2(pl.cdiv(4 * self.k, self.piece)))
+        """Arrays of maxima: 4 maxima for each key that is wanted. 0: there would be too many of them."""
+        wanted = ceil_power_of_2(pl.cdiv(4 * self.k, self.piece))
+        return wanted if wanted <= self.unroll and 2 * wanted <= self.num_pieces else 0
 
     @property
     def pad(self) -> int:
@@ -66,11 +71,13 @@ def plan_of(rows: int, cols: int, itemsize: int, k: int, stage: int, num_sms: in
     vec = math.gcd(cols, 16 // itemsize)
     while vec > 1 and WARPGROUP * vec > cols:
         vec //= 2
-    piece = WARPGROUP * vec
-    most = WARPGROUP * (REGISTERS_SHARED if 16 * candidates(k) <= WARPGROUP * REGISTERS_SHARED else REGISTERS)
-    most = min(most, PIECES_MAX * piece)
-    # As many parts as keep all SMs busy twice; but a part must hold several times what it hands on.
-    least = max(PART_MIN, 8 * candidates(k))
-    if rows * pl.cdiv(cols, most) < 2 * num_sms:
-        most = min(most, max(least, pl.cdiv(rows * cols, 2 * num_sms)))
-    return Plan(cols, k, vec, pl.cdiv(min(most, cols), piece) * piece, stage)
+    piece, slots = WARPGROUP * vec, candidates(k)
+    if stage > 0 and cols <= PART_LAST:
+        part = cols
+    else:
+        # Large enough to hand on a fraction of its keys, small enough to keep all SMs busy twice.
+        part = min(max(PART_MIN, pl.cdiv(rows * cols, 2 * num_sms)), PART_MAX)
+        part = min(max(part, 8 * slots), cols)
+    num_pieces = pl.cdiv(part, piece)
+    unroll = min(UNROLL, num_pieces)
+    return Plan(cols, k, vec, pl.cdiv(num_pieces, unroll) * unroll * piece, stage)
