@@ -100,29 +100,20 @@ class _Part:
 
     def over(self, visit, state):
         """`state = visit(p, state)` for each piece."""
-        unroll = self.plan.unroll
+        return lax.fori_loop(0, self.plan.num_pieces, visit, state)
 
-        def some(g, state):
-            for u in range(unroll):
-                state = visit(g * unroll + u, state)
-            return state
-
-        return lax.fori_loop(0, self.plan.num_pieces // unroll, some, state)
-
-    def load(self, x_gmem):
-        """Fills `keys_smem`. Returns arrays of the maxima of groups of keys."""
+    def load(self, x_gmem, interpreted: bool):
+        """Fills `keys_smem`. Returns the maxima of groups of keys."""
         plan = self.plan
 
-        def some(g, maxima):
-            pieces = [g * plan.unroll + u for u in range(plan.unroll)]
-            loaded = [_device.load(x_gmem.at[pl.ds(self._turn(p)[1], plan.piece)], self._layout) for p in pieces]
-            keys = [jnp.where(self._is_fresh(p), to_key(x), LOWEST) for p, x in zip(pieces, loaded, strict=True)]
-            for p, key in zip(pieces, keys, strict=True):
-                _device.store(self._at(p), key)
-            return [functools.reduce(jnp.maximum, keys[m :: len(maxima)], most) for m, most in enumerate(maxima)]
+        def piece(p, maxima):
+            x = _device.load(x_gmem.at[pl.ds(self._turn(p)[1], plan.piece)], self._layout)
+            keys = jnp.where(self._is_fresh(p), to_key(x), LOWEST)
+            _device.store(self._at(p), keys)
+            return jnp.maximum(maxima, threads.fold(keys, plan.num_maxima, plan.vec, interpreted))
 
-        lowest = [self._column() * 0 + LOWEST] * plan.num_maxima
-        return lax.fori_loop(0, plan.num_pieces // plan.unroll, some, lowest)
+        lowest = plgpu.broadcasted_iota(jnp.int32, (plan.num_maxima,), 0, layout=self._layout) * 0 + LOWEST
+        return self.over(piece, lowest)
 
     def key(self, p):
         return _device.load(self._at(p), self._layout)
@@ -153,9 +144,9 @@ class _Part:
         plan, low = self.plan, jnp.int32(LOWEST)
         if plan.part <= plan.slots:
             return low, jnp.int32(HIGHEST)
-        if maxima:
-            count = lambda threshold: sum(jnp.sum((some >= threshold).astype(jnp.int32)) for some in maxima)
-            low, _ = search(count, plan.k, plan.k + plan.k // 8, low, jnp.int32(len(maxima) * plan.piece))
+        if plan.num_maxima >= plan.k:
+            count = lambda threshold: jnp.sum((maxima >= threshold).astype(jnp.int32))
+            low, _ = search(count, plan.k, plan.k + plan.k // 8, low, jnp.int32(plan.num_maxima))
         low, reached = search(self._num_reaching, plan.k, plan.slots, low, self._num_reaching(low))
         # Too many keys are equal: how far the indices go, as what is highest of their complements.
         count = lambda complement: jnp.sum(self.num_taken(low, ~complement))
@@ -170,7 +161,7 @@ def _collect(plan: Plan, x_gmem, index_gmem, keys_smem, key_smem, index_smem, co
     nothing = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=threads.PER_THREAD) * 0
     _device.store(counter_smem, nothing)
     part = _Part(plan, index_gmem, keys_smem)
-    maxima = part.load(x_gmem)
+    maxima = part.load(x_gmem, interpreted)
     threads.sync(interpreted)
     bound = part.threshold(maxima)
     free = threads.claim(counter_smem, part.num_taken(*bound), plan.vec, interpreted)

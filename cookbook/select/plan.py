@@ -8,7 +8,8 @@ from jax.experimental import pallas as pl
 
 from .._device import WARPGROUP
 
-UNROLL = 8  # Loads of a thread in flight.
+BYTES = 64  # That a thread loads at once.
+LOADS_MAX = 16
 PART_MIN = 2048  # Keys of a part, at least: a block that has fewer waits more than it works.
 PART_MAX = 8192  # At most: with their 32 KiB of shared memory 6 blocks share an SM.
 PART_LAST = 32768  # In the last stage a block has a row for itself.
@@ -31,12 +32,13 @@ class Plan:
     cols: int  # Of a row, at least a piece.
     k: int
     vec: int  # Columns that a thread loads at once.
+    loads: int  # Of a thread in flight.
     part: int  # Columns of a part, a multiple of a piece.
     stage: int  # How many stages there were before.
 
     @property
     def piece(self) -> int:
-        return WARPGROUP * self.vec
+        return WARPGROUP * self.vec * self.loads
 
     @property
     def num_pieces(self) -> int:
@@ -52,14 +54,9 @@ class Plan:
         return candidates(self.k)
 
     @property
-    def unroll(self) -> int:
-        return min(UNROLL, self.num_pieces)
-
-    @property
     def num_maxima(self) -> int:
-        """Arrays of maxima: 4 maxima for each key that is wanted. 0: there would be too many of them."""
-        wanted = ceil_power_of_2(pl.cdiv(4 * self.k, self.piece))
-        return wanted if wanted <= self.unroll and 2 * wanted <= self.num_pieces else 0
+        """Maxima of groups of keys, several for each key that is wanted; of a piece at most."""
+        return min(self.piece, WARPGROUP * self.vec * ceil_power_of_2(pl.cdiv(4 * self.k, WARPGROUP * self.vec)))
 
     @property
     def pad(self) -> int:
@@ -69,15 +66,14 @@ class Plan:
 
 def plan_of(rows: int, cols: int, itemsize: int, k: int, stage: int, num_sms: int) -> Plan:
     vec = math.gcd(cols, 16 // itemsize)
-    while vec > 1 and WARPGROUP * vec > cols:
-        vec //= 2
-    piece, slots = WARPGROUP * vec, candidates(k)
+    loads = min(BYTES // (vec * itemsize), LOADS_MAX)
+    while WARPGROUP * vec * loads > cols and vec * loads > 1:
+        vec, loads = (vec, loads // 2) if loads > 1 else (vec // 2, 1)
+    piece, slots = WARPGROUP * vec * loads, candidates(k)
     if stage > 0 and cols <= PART_LAST:
         part = cols
     else:
         # Large enough to hand on a fraction of its keys, small enough to keep all SMs busy twice.
         part = min(max(PART_MIN, pl.cdiv(rows * cols, 2 * num_sms)), PART_MAX)
         part = min(max(part, 8 * slots), cols)
-    num_pieces = pl.cdiv(part, piece)
-    unroll = min(UNROLL, num_pieces)
-    return Plan(cols, k, vec, pl.cdiv(num_pieces, unroll) * unroll * piece, stage)
+    return Plan(cols, k, vec, loads, pl.cdiv(part, piece) * piece, stage)

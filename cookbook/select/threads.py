@@ -99,6 +99,24 @@ def claim(counter_smem, taken, vec: int, interpreted: bool):
     return add(counter_smem, taken, plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=PER_THREAD))
 
 
+def fold(x, width: int, vec: int, interpreted: bool):
+    """(width,): of the values of `x` whose indices differ by multiples of `width`, the maximum."""
+    if interpreted:
+        return jnp.max(x.reshape(-1, width), axis=0)
+    layout = strided(vec)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=_array((width,), x.dtype, layout))
+    def reduce(_, x):
+        groups = x.registers.reshape(-1, *layout.to_mgpu().registers_shape((width,)))
+        return mgpu.FragmentedArray(
+            _registers=functools.reduce(np.vectorize(arith.maxsi, otypes=[object]), groups),
+            _layout=x.layout,
+            _is_signed=True,
+        )
+
+    return reduce(x)
+
+
 def put(refs, taken, arrays, slot, vec: int, interpreted: bool):
     """Stores what `arrays` hold where `taken` is 1 in `refs`, each thread into slots of its own from `slot`, (128,), on.
 
