@@ -45,6 +45,7 @@ from .recurrent import (
     ssd_step,
 )
 from .rows import group_norm, layer_norm, reduce_sum, rms_norm, softmax
+from .select import top_k
 
 __version__ = "0.2.0"
 
@@ -90,6 +91,7 @@ __all__ = [
     "softmax",
     "ssd",
     "ssd_step",
+    "top_k",
     "varlen_attention",
     "write_kv",
 ]

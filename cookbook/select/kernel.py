@@ -8,8 +8,8 @@ per block loads a part of a row into registers, once, and then:
    many reach its middle. It looks at maxima first, each of a group of keys: k maxima that reach a threshold are k keys
    that do, and there are few maxima. If too many keys reach it (many large keys in one group), it goes on among all of
    them; and if too many are equal, among their indices.
-2. `_collect` writes the keys that reach the threshold side by side into shared memory: each thread counts its own
-   and claims as many slots.
+2. `_collect` writes the keys that reach the threshold side by side into shared memory: each thread counts its own,
+   and a running sum over the threads says where its slots begin.
 3. Where a part is a whole row, `sort` puts the slots in order with a bitonic network, and the first k are stored.
    Otherwise all slots are stored, and the next stage selects among those of all parts.
 
@@ -153,18 +153,16 @@ class _Part:
         return low, ~search(count, plan.k, plan.slots, jnp.int32(LOWEST), reached)[0]
 
 
-def _collect(plan: Plan, x_gmem, index_gmem, keys_smem, key_smem, index_smem, counter_smem, interpreted: bool):
+def _collect(plan: Plan, x_gmem, index_gmem, keys_smem, key_smem, index_smem, scan_smem, interpreted: bool):
     """Writes the keys of a part that are taken, and their indices, into the slots."""
     slot = plgpu.broadcasted_iota(jnp.int32, (plan.slots,), 0, layout=threads.PER_THREAD)
     _device.store(key_smem, slot * 0 + LOWEST)
     _device.store(index_smem, slot + (plan.pad + lax.axis_index("part") * plan.slots))
-    nothing = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=threads.PER_THREAD) * 0
-    _device.store(counter_smem, nothing)
     part = _Part(plan, index_gmem, keys_smem)
     maxima = part.load(x_gmem, interpreted)
-    threads.sync(interpreted)
     bound = part.threshold(maxima)
-    free = threads.claim(counter_smem, part.num_taken(*bound), plan.vec, interpreted)
+    counts = threads.totals(part.num_taken(*bound), plan.vec, interpreted)
+    free = threads.before(counts, scan_smem, interpreted)
     refs = key_smem, index_smem
     put = lambda p, free: threads.put(
         refs, part.taken(p, *bound), (part.key(p), part.index(p)), free, plan.vec, interpreted
@@ -206,10 +204,10 @@ def sort(key_smem, index_smem, interpreted: bool):
 
 
 def _select(x_gmem, *refs, plan: Plan, interpreted: bool):
-    *index_gmem, out_gmem, out_index_gmem, keys_smem, key_smem, index_smem, counter_smem = refs
+    *index_gmem, out_gmem, out_index_gmem, keys_smem, key_smem, index_smem, scan_smem = refs
     row, part = lax.axis_index("row"), lax.axis_index("part")
     indices = index_gmem[0].at[row] if index_gmem else None
-    _collect(plan, x_gmem.at[row], indices, keys_smem, key_smem, index_smem, counter_smem, interpreted)
+    _collect(plan, x_gmem.at[row], indices, keys_smem, key_smem, index_smem, scan_smem, interpreted)
     layout = threads.PER_THREAD
     if plan.num_parts > 1:
         here = pl.ds(part * plan.slots, plan.slots)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that each thread reads or writes where its own values say: Pallas has no gather, no scatter and no atomics
-that return a value, so these are a few lines of MLIR each.
+"""Memory that each thread reads or writes where its own values say, and what a thread makes of its own values alone.
+
+Pallas has no gather and no scatter, so these are a few lines of MLIR each.
 
 All arrays are 1-D and `strided`: element i of (width,) values lies in thread i / vec % 128. JAX's interpreter runs no
 such code, so each function has a second form in `jnp`, which it gets by `interpreted`.
@@ -10,11 +11,13 @@ import functools
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, scf, vector
 
+from .. import _device
 from .._device import WARP, WARPGROUP
 
 
@@ -70,33 +73,35 @@ def sync(interpreted: bool):
         wait()
 
 
-def claim(counter_smem, taken, vec: int, interpreted: bool):
-    """(128,) int32: the first slot of each thread, which takes as many as the sum of its values of `taken`.
-
-    Slots are numbered from `counter_smem`, (1,) int32, which is moved on. Which thread gets which differs from run to
-    run.
-    """
+def totals(x, vec: int, interpreted: bool):
+    """(128,): the sum of the values of each thread."""
     if interpreted:
-        counts = taken.reshape(-1, WARPGROUP, vec).sum((0, 2))
-        first = counter_smem[0] + jnp.cumsum(counts) - counts
-        counter_smem[0] += jnp.sum(counts)
-        return first
+        return x.reshape(-1, WARPGROUP, vec).sum((0, 2))
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), strided(vec), PER_THREAD),
-        return_type=_array((WARPGROUP,), jnp.int32, PER_THREAD),
-    )
-    def add(_, counter, taken, first):
-        count = functools.reduce(arith.addi, _values(taken))
-        some = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sgt, count, _i32(0)), [count.type], has_else=True)
-        with ir.InsertionPoint(some.then_block):
-            zero = arith.constant(ir.IndexType.get(), 0)
-            scf.yield_([memref.atomic_rmw(arith.AtomicRMWKind.addi, count, counter, [zero])])
-        with ir.InsertionPoint(some.else_block):
-            scf.yield_(_values(first))
-        return _like(first, [some.results[0]])
+    @plgpu.inline_mgpu(arg_types=(strided(vec), PER_THREAD), return_type=_array((WARPGROUP,), x.dtype, PER_THREAD))
+    def add(_, x, like):
+        return _like(like, [functools.reduce(arith.addi, _values(x))])
 
-    return add(counter_smem, taken, plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=PER_THREAD))
+    return add(x, number())
+
+
+def number():
+    """(128,): the number of each thread."""
+    return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=PER_THREAD)
+
+
+def before(counts, smem, interpreted: bool):
+    """(128,): the sum of `counts`, (128,), of the threads before each. `smem`: (128,) int32."""
+
+    def step(i, total):
+        distance = 1 << i
+        sync(interpreted)
+        _device.store(smem, total)
+        sync(interpreted)
+        earlier = gather(smem, jnp.maximum(number() - distance, 0), 1, interpreted)
+        return total + jnp.where(number() >= distance, earlier, 0)
+
+    return lax.fori_loop(0, WARPGROUP.bit_length() - 1, step, counts) - counts
 
 
 def fold(x, width: int, vec: int, interpreted: bool):
@@ -118,7 +123,7 @@ def fold(x, width: int, vec: int, interpreted: bool):
 
 
 def put(refs, taken, arrays, slot, vec: int, interpreted: bool):
-    """Stores what `arrays` hold where `taken` is 1 in `refs`, each thread into slots of its own from `slot`, (128,), on.
+    """Stores what `arrays` hold where `taken` is 1 in `refs`: each thread into slots of its own, from its `slot` on.
 
     Returns each thread's next slot.
     """
