@@ -382,6 +382,7 @@ OPS = {
         more=dict(d=(F32, (2,))),
         empty=(dict(x=0, dt=0, b=0, c=0, state=0),),
     ),
+    "top_k": Op(dict(x=(F32, (3, 40))), options=dict(k=5), static=("k",), gradients=("x",), empty=(dict(x=0),)),
     "varlen_attention": Op(
         dict(
             q=(BF16, (20, 2, 64)),

@@ -50,6 +50,7 @@ kda, kda_step = map(inspect.getmodule, (cookbook.kda, cookbook.kda_step))
 causal_conv1d, causal_conv1d_step = map(inspect.getmodule, (cookbook.causal_conv1d, cookbook.causal_conv1d_step))
 cross_entropy, linear_cross_entropy = map(inspect.getmodule, (cookbook.cross_entropy, cookbook.linear_cross_entropy))
 reduce_sum, rms_norm, softmax = map(inspect.getmodule, (cookbook.reduce_sum, cookbook.rms_norm, cookbook.softmax))
+top_k = inspect.getmodule(cookbook.top_k)
 layer_norm, group_norm = map(inspect.getmodule, (cookbook.layer_norm, cookbook.group_norm))
 
 # The peers that are not this project's own, and what each is.
@@ -114,7 +115,7 @@ class Case:
         if self.op.startswith("blackwell."):
             return "b200"
         on_cuda_cores = self.op.startswith(
-            ("add", "softmax", "rms_norm", "layer_norm", "group_norm", "reduce_sum", "causal_", "cross_")
+            ("add", "softmax", "rms_norm", "layer_norm", "group_norm", "reduce_sum", "causal_", "cross_", "top_k")
         ) or self.op.endswith("_step")
         return None if on_cuda_cores or self.impl == "matmul_blocked" else "h200"
 
@@ -273,6 +274,14 @@ def _sum(rows, cols, axis, dtype=jnp.bfloat16, **kwargs):
     return Case("reduce_sum", ((rows, cols),), dtype, lambda x: cookbook.reduce_sum(x, axis),
                 lambda x: reduce_sum.reduce_sum_reference(x, axis), peers, reduce_sum.flops(rows, cols), nbytes,
                 f"{rows}x{cols}_axis{axis}", **kwargs)  # fmt: skip
+
+
+def _top_k(rows, cols, k, dtype=jnp.float32, **kwargs):
+    """Values and indices, in float32 as those of a vocabulary's logits often are."""
+    ours, xla = (functools.partial(fn, k=k) for fn in (cookbook.top_k, top_k.top_k_reference))
+    return Case("top_k", ((rows, cols),), dtype, ours, xla, {"xla": xla}, top_k.flops(rows, cols),
+                top_k.bytes_moved(rows, cols, jnp.dtype(dtype).itemsize, k), f"{rows}x{cols}_k{k}",
+                **kwargs)  # fmt: skip
 
 
 def _labels(rows, vocabulary):
@@ -1084,6 +1093,11 @@ CASES += [
     _cross_entropy(16384, 151936, target=Target("xla", rate=4.03)),
     _cross_entropy(16384, 151936, gradients=True, target=Target("xla", rate=4.03)),
 ]
+
+
+# Rows, columns, k and the TB/s that milliseconds of 0.020, 0.040, 0.010 and 0.060 are: logits of decoding.
+SELECTIONS = ((64, 128256, 50, 1.64), (64, 128256, 1024, 0.82), (1, 128256, 50, 0.051), (256, 151936, 20, 2.59))
+CASES += [_top_k(*size, target=Target("xla", rate=rate)) for *size, rate in SELECTIONS]
 
 
 # M, N and K of MLPs of 8B and 1B models, and of decoding.
