@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _device, _host
 from .._device import WARPGROUP, Ref
 from . import threads
-from .plan import Plan
+from .plan import Plan, plan_of
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
@@ -102,13 +102,14 @@ class _Part:
         """`state = visit(p, state)` for each piece."""
         return lax.fori_loop(0, self.plan.num_pieces, visit, state)
 
-    def load(self, x_gmem, interpreted: bool):
+    def load(self, x_gmem, key_of, interpreted: bool):
         """Fills `keys_smem`. Returns the maxima of groups of keys."""
         plan = self.plan
 
         def piece(p, maxima):
-            x = _device.load(x_gmem.at[pl.ds(self._turn(p)[1], plan.piece)], self._layout)
-            keys = jnp.where(self._is_fresh(p), to_key(x), LOWEST)
+            start = self._turn(p)[1]
+            x = _device.load(x_gmem.at[pl.ds(start, plan.piece)], self._layout)
+            keys = jnp.where(self._is_fresh(p), key_of(x, start + self._column()), LOWEST)
             _device.store(self._at(p), keys)
             return jnp.maximum(maxima, threads.fold(keys, plan.num_maxima, plan.vec, interpreted))
 
@@ -144,7 +145,9 @@ class _Part:
         plan, low = self.plan, jnp.int32(LOWEST)
         if plan.part <= plan.slots:
             return low, jnp.int32(HIGHEST)
-        if plan.num_maxima >= plan.k:
+        if plan.k == 1:
+            low = jnp.max(maxima)
+        elif plan.num_maxima >= plan.k:
             count = lambda threshold: jnp.sum((maxima >= threshold).astype(jnp.int32))
             low, _ = search(count, plan.k, plan.k + plan.k // 8, low, jnp.int32(plan.num_maxima))
         low, reached = search(self._num_reaching, plan.k, plan.slots, low, self._num_reaching(low))
@@ -153,13 +156,13 @@ class _Part:
         return low, ~search(count, plan.k, plan.slots, jnp.int32(LOWEST), reached)[0]
 
 
-def _collect(plan: Plan, x_gmem, index_gmem, keys_smem, key_smem, index_smem, scan_smem, interpreted: bool):
+def _collect(part: _Part, x_gmem, key_of, key_smem, index_smem, scan_smem, interpreted: bool):
     """Writes the keys of a part that are taken, and their indices, into the slots."""
+    plan = part.plan
     slot = plgpu.broadcasted_iota(jnp.int32, (plan.slots,), 0, layout=threads.PER_THREAD)
     _device.store(key_smem, slot * 0 + LOWEST)
     _device.store(index_smem, slot + (plan.pad + lax.axis_index("part") * plan.slots))
-    part = _Part(plan, index_gmem, keys_smem)
-    maxima = part.load(x_gmem, interpreted)
+    maxima = part.load(x_gmem, key_of, interpreted)
     bound = part.threshold(maxima)
     counts = threads.totals(part.num_taken(*bound), plan.vec, interpreted)
     free = threads.before(counts, scan_smem, interpreted)
@@ -203,11 +206,13 @@ def sort(key_smem, index_smem, interpreted: bool):
     return lax.fori_loop(0, stages * (stages + 1) // 2, step, state)[:2]
 
 
-def _select(x_gmem, *refs, plan: Plan, interpreted: bool):
+def _select(x_gmem, *refs, plan: Plan, num_of_row: int, key_of, interpreted: bool):
+    of_row, refs = refs[:num_of_row], refs[num_of_row:]
     *index_gmem, out_gmem, out_index_gmem, keys_smem, key_smem, index_smem, scan_smem = refs
     row, part = lax.axis_index("row"), lax.axis_index("part")
-    indices = index_gmem[0].at[row] if index_gmem else None
-    _collect(plan, x_gmem.at[row], indices, keys_smem, key_smem, index_smem, scan_smem, interpreted)
+    key_here = functools.partial(key_of, *(ref[row] for ref in of_row))
+    here = _Part(plan, index_gmem[0].at[row] if index_gmem else None, keys_smem)
+    _collect(here, x_gmem.at[row], key_here, key_smem, index_smem, scan_smem, interpreted)
     layout = threads.PER_THREAD
     if plan.num_parts > 1:
         here = pl.ds(part * plan.slots, plan.slots)
@@ -221,18 +226,36 @@ def _select(x_gmem, *refs, plan: Plan, interpreted: bool):
     threads.scatter(out_index_gmem.at[row], wanted, index, 1, interpreted)
 
 
-def select(plan: Plan, x, index, dtype, target: _host.Target, params):
+def plain_key(x, column):
+    return to_key(x)
+
+
+def select(plan: Plan, x, index, dtype, target: _host.Target, params, key_of=plain_key, of_row=()):
     """(keys, indices) of (rows, parts * slots), int32; of one part, (values, indices) of (rows, k) in order.
 
-    `x`: (rows, cols), values or keys. `index`: what the columns of keys stand for; None for the columns themselves.
+    Args:
+      x: (rows, cols), values or keys.
+      index: what the columns of keys stand for; None for the columns themselves.
+      key_of: makes keys of the row's numbers from `of_row`, (rows,) each, of values and of their columns.
     """
     last = plan.num_parts == 1
     shape = x.shape[0], plan.k if last else plan.num_parts * plan.slots
     return _host.kernel(
-        functools.partial(_select, plan=plan, interpreted=target.interpreted),
+        functools.partial(_select, plan=plan, num_of_row=len(of_row), key_of=key_of, interpreted=target.interpreted),
         out_type=(jax.ShapeDtypeStruct(shape, dtype if last else jnp.int32), jax.ShapeDtypeStruct(shape, jnp.int32)),
         grid=(x.shape[0], plan.num_parts),
         grid_names=("row", "part"),
         scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in (plan.part, plan.slots, plan.slots, WARPGROUP)],
         compiler_params=params,
-    )(*([x] if index is None else [x, index]))
+    )(x, *of_row, *([] if index is None else [index]))
+
+
+def stages(x, k: int, dtype, target: _host.Target, params, key_of=plain_key, of_row=()):
+    """(values, indices), (rows, k) each, of the k largest keys of the rows of `x`, at least 128 columns."""
+    index, stage = None, 0
+    while True:
+        plan = plan_of(*x.shape, x.dtype.itemsize, k, stage, target.num_sms)
+        x, index = select(plan, x, index, dtype, target, params, key_of, of_row)
+        if plan.num_parts == 1:
+            return x, index
+        key_of, of_row, stage = plain_key, (), stage + 1

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from .. import _host
 from .._device import WARPGROUP
 from . import kernel
-from .plan import plan_of
 
 K_MAX, COLUMNS_MAX = 2048, 2**20
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32)
@@ -36,15 +35,10 @@ def top_k_reference(x, k):
 
 @functools.partial(jax.jit, static_argnames=("k", "target", "params"))
 def _call(x, k: int, target: _host.Target, params):
-    dtype, index, stage = x.dtype, None, 0
+    dtype = x.dtype
     if (more := WARPGROUP - x.shape[1]) > 0:  # A column for each thread. Padding comes after all values.
         x = jnp.pad(kernel.to_key(x), ((0, 0), (0, more)), constant_values=kernel.LOWEST)
-    while True:
-        plan = plan_of(*x.shape, x.dtype.itemsize, k, stage, target.num_sms)
-        x, index = kernel.select(plan, x, index, dtype, target, params)
-        if plan.num_parts == 1:
-            return x, index
-        stage += 1
+    return kernel.stages(x, k, dtype, target, params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -73,8 +67,8 @@ _top_k.defvjp(_forward, _backward)
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The k largest values along the last axis, and their indices, as `jax.lax.top_k` has them.
 
-    Compiled for Hopper; not run on a GPU yet. On an automatic mesh JAX gathers sharded operands on every device and
-    says nothing: call it inside `jax.shard_map`.
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+    Compiled for Hopper; not run on a GPU yet.
 
     Args:
       x: (..., C) float32, bfloat16, float16 or int32, 1 <= C <= 2**20.
