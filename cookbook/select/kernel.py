@@ -70,7 +70,7 @@ def search(count, k: int, most: int, low, reached):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class Part:
     """A block's part of a row: its keys in shared memory, and their indices."""
 
     plan: Plan
@@ -81,7 +81,7 @@ class _Part:
     def _layout(self):
         return threads.strided(self.plan.vec)
 
-    def _column(self):
+    def column(self):
         return plgpu.broadcasted_iota(jnp.int32, (self.plan.piece,), 0, layout=self._layout)
 
     def _turn(self, p):
@@ -90,10 +90,10 @@ class _Part:
         turn = lax.axis_index("part") * self.plan.part + p * self.plan.piece
         return turn, jnp.minimum(turn, self.plan.cols - self.plan.piece)
 
-    def _is_fresh(self, p):
+    def is_fresh(self, p):
         """Where piece `p` has columns that no piece before has."""
         turn, start = self._turn(p)
-        return self._column() >= turn - start
+        return self.column() >= turn - start
 
     def _at(self, p):
         return self.keys_smem.at[pl.ds(p * self.plan.piece, self.plan.piece)]
@@ -102,14 +102,17 @@ class _Part:
         """`state = visit(p, state)` for each piece."""
         return lax.fori_loop(0, self.plan.num_pieces, visit, state)
 
+    def values(self, ref, p):
+        """Those of piece `p` of `ref`, a row in global memory."""
+        return _device.load(ref.at[pl.ds(self._turn(p)[1], self.plan.piece)], self._layout)
+
     def load(self, x_gmem, key_of, interpreted: bool):
         """Fills `keys_smem`. Returns the maxima of groups of keys."""
         plan = self.plan
 
         def piece(p, maxima):
-            start = self._turn(p)[1]
-            x = _device.load(x_gmem.at[pl.ds(start, plan.piece)], self._layout)
-            keys = jnp.where(self._is_fresh(p), key_of(x, start + self._column()), LOWEST)
+            column = self._turn(p)[1] + self.column()
+            keys = jnp.where(self.is_fresh(p), key_of(self.values(x_gmem, p), column), LOWEST)
             _device.store(self._at(p), keys)
             return jnp.maximum(maxima, threads.fold(keys, plan.num_maxima, plan.vec, interpreted))
 
@@ -121,24 +124,21 @@ class _Part:
 
     def index(self, p):
         """Indices of the keys of piece `p`, right where they are fresh."""
-        _, start = self._turn(p)
-        if self.index_gmem is None:
-            return start + self._column()
-        return _device.load(self.index_gmem.at[pl.ds(start, self.plan.piece)], self._layout)
+        return self._turn(p)[1] + self.column() if self.index_gmem is None else self.values(self.index_gmem, p)
 
     def taken(self, p, threshold, last):
         """Which keys of piece `p` are above the threshold, or at it with an index up to `last`: 1, otherwise 0."""
         key = self.key(p)
-        tied = (key == threshold) & self._is_fresh(p) & (self.index(p) <= last)
+        tied = (key == threshold) & self.is_fresh(p) & (self.index(p) <= last)
         return ((key > threshold) | tied).astype(jnp.int32)
 
     def num_taken(self, threshold, last):
         """How many are, of those that have the same place in their pieces."""
-        return self.over(lambda p, so_far: so_far + self.taken(p, threshold, last), self._column() * 0)
+        return self.over(lambda p, so_far: so_far + self.taken(p, threshold, last), self.column() * 0)
 
     def _num_reaching(self, threshold):
         count = lambda p, so_far: so_far + (self.key(p) >= threshold).astype(jnp.int32)
-        return jnp.sum(self.over(count, self._column() * 0))
+        return jnp.sum(self.over(count, self.column() * 0))
 
     def threshold(self, maxima):
         """(threshold, last), by which at least `k` keys are taken, if there are as many, and at most `slots`."""
@@ -156,7 +156,7 @@ class _Part:
         return low, ~search(count, plan.k, plan.slots, jnp.int32(LOWEST), reached)[0]
 
 
-def _collect(part: _Part, x_gmem, key_of, key_smem, index_smem, scan_smem, interpreted: bool):
+def _collect(part: Part, x_gmem, key_of, key_smem, index_smem, scan_smem, interpreted: bool):
     """Writes the keys of a part that are taken, and their indices, into the slots."""
     plan = part.plan
     slot = plgpu.broadcasted_iota(jnp.int32, (plan.slots,), 0, layout=threads.PER_THREAD)
@@ -211,7 +211,7 @@ def _select(x_gmem, *refs, plan: Plan, num_of_row: int, key_of, interpreted: boo
     *index_gmem, out_gmem, out_index_gmem, keys_smem, key_smem, index_smem, scan_smem = refs
     row, part = lax.axis_index("row"), lax.axis_index("part")
     key_here = functools.partial(key_of, *(ref[row] for ref in of_row))
-    here = _Part(plan, index_gmem[0].at[row] if index_gmem else None, keys_smem)
+    here = Part(plan, index_gmem[0].at[row] if index_gmem else None, keys_smem)
     _collect(here, x_gmem.at[row], key_here, key_smem, index_smem, scan_smem, interpreted)
     layout = threads.PER_THREAD
     if plan.num_parts > 1:

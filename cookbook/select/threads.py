@@ -77,12 +77,13 @@ def totals(x, vec: int, interpreted: bool):
     """(128,): the sum of the values of each thread."""
     if interpreted:
         return x.reshape(-1, WARPGROUP, vec).sum((0, 2))
+    add = arith.addi if x.dtype == jnp.int32 else arith.addf
 
     @plgpu.inline_mgpu(arg_types=(strided(vec), PER_THREAD), return_type=_array((WARPGROUP,), x.dtype, PER_THREAD))
-    def add(_, x, like):
-        return _like(like, [functools.reduce(arith.addi, _values(x))])
+    def sums(_, x, like):
+        return _like(like, [functools.reduce(add, _values(x))])
 
-    return add(x, number())
+    return sums(x, number())
 
 
 def number():

@@ -97,9 +97,9 @@ def test_gradient_and_vmap():
     "change, mutant",
     [
         ("ties by any index", lambda monkeypatch: monkeypatch.setattr(
-            kernel._Part, "index", lambda self, p, index=kernel._Part.index: -index(self, p))),
+            kernel.Part, "index", lambda self, p, index=kernel.Part.index: -index(self, p))),
         ("the last piece counted twice", lambda monkeypatch: monkeypatch.setattr(
-            kernel._Part, "_is_fresh", lambda self, p: self._column() >= 0)),
+            kernel.Part, "is_fresh", lambda self, p: self.column() >= 0)),
         ("threads share slots", lambda monkeypatch: monkeypatch.setattr(
             threads, "before", lambda counts, smem, interpreted: counts * 0)),
         ("no second stage", lambda monkeypatch: monkeypatch.setattr(plan.Plan, "pad", 0)),
