@@ -45,7 +45,7 @@ from .recurrent import (
     ssd_step,
 )
 from .rows import group_norm, layer_norm, reduce_sum, rms_norm, softmax
-from .select import top_k
+from .select import sample, top_k
 
 __version__ = "0.2.0"
 
@@ -88,6 +88,7 @@ __all__ = [
     "reduce_sum",
     "rms_norm",
     "rope_write_kv",
+    "sample",
     "softmax",
     "ssd",
     "ssd_step",

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _device, _host
+from .. import _host
 from . import threads
 from .kernel import HIGHEST, LOWEST, Part, from_key, to_key
 from .plan import Plan, plan_of
@@ -28,10 +28,14 @@ from .plan import Plan, plan_of
 LOWEST_FLOAT = float(jnp.finfo(jnp.float32).min)
 
 
-def logit_key(x, column=None):
-    """A key of the float32 logit; NaN is -inf."""
+def logit(x):
+    """In float32; NaN is -inf."""
     x = x.astype(jnp.float32)
-    return to_key(jnp.where(x == x, x, -jnp.inf))
+    return jnp.where(x == x, x, -jnp.inf)
+
+
+def _key(x, column):
+    return to_key(logit(x))
 
 
 def part_plan(cols: int, itemsize: int) -> Plan:
@@ -44,29 +48,33 @@ def inverse(temperature):
     return 1.0 / jnp.where(temperature <= 0.0, 1.0, temperature)
 
 
-def _share(key, top, scale):
-    """exp of the logits' distances to the highest, 0 for what is no column of the row."""
-    share = jnp.exp((from_key(key, jnp.float32) - top) * scale)
-    return jnp.where(key == LOWEST, 0.0, share)
+def _share(x, top, scale):
+    """exp of the logits' distances to the highest."""
+    return jnp.exp((x - jnp.maximum(top, LOWEST_FLOAT)) * scale)
+
+
+def _no_sum():
+    return threads.number().astype(jnp.float32) * 0.0
 
 
 def _masses(x_gmem, temperature_gmem, candidates_gmem, out_gmem, keys_smem, *, plan: Plan, interpreted: bool):
     row, block = lax.axis_index("row"), lax.axis_index("part")
     num = candidates_gmem.shape[1]
     candidates = [candidates_gmem[row, j] for j in range(num)]
-    part = Part(plan, None, keys_smem)
-    top_key = jnp.max(part.load(x_gmem.at[row], logit_key, interpreted))
-    top = jnp.maximum(from_key(top_key, jnp.float32), LOWEST_FLOAT)
     scale = inverse(temperature_gmem[row])
+    part = Part(plan, None, keys_smem)
+    # What is no column of the row has the lowest of all keys.
+    as_logit = lambda key: jnp.where(key == LOWEST, -jnp.inf, from_key(key, jnp.float32))
+    top = jnp.max(as_logit(part.load(x_gmem.at[row], _key, interpreted)))
 
     def add(p, sums):
-        key = part.key(p)
-        share = _share(key, top, scale)
-        shares = [share, *(jnp.where(key > candidate, share, 0.0) for candidate in candidates)]
+        x = as_logit(part.key(p))
+        share = _share(x, top, scale)
+        shares = [share, *(jnp.where(x > candidate, share, 0.0) for candidate in candidates)]
         more = [threads.totals(some, plan.vec, interpreted) for some in shares]
         return [total + some for total, some in zip(sums, more, strict=True)]
 
-    sums = part.over(add, [threads.number().astype(jnp.float32) * 0.0] * (1 + num))
+    sums = part.over(add, [_no_sum()] * (1 + num))
     for j, value in enumerate([top, *map(jnp.sum, sums)]):
         out_gmem[row, block, j] = value
 
@@ -81,8 +89,8 @@ def tree_sum(x):
 
 
 def masses(logits, temperature, candidates, target: _host.Target, params):
-    """(top, total, above): the highest logit, the sum of exp((logit - top) / temperature), and of those whose key is
-    above each of `candidates`: (rows,), (rows,), (rows, candidates)."""
+    """(top, total, above): the highest logit, the sum of exp((logit - top) / temperature), and of those above
+    each of `candidates`, (rows, candidates) float32: (rows,), (rows,), (rows, candidates)."""
     plan, (rows, num) = part_plan(logits.shape[1], logits.dtype.itemsize), candidates.shape
     out = _host.kernel(
         functools.partial(_masses, plan=plan, interpreted=target.interpreted),
@@ -93,7 +101,7 @@ def masses(logits, temperature, candidates, target: _host.Target, params):
         compiler_params=params,
     )(logits, temperature, candidates)
     top = jnp.max(out[..., 0], axis=1)
-    weight = jnp.exp((out[..., 0] - top[:, None]) * inverse(temperature)[:, None])
+    weight = jnp.exp((out[..., 0] - jnp.maximum(top, LOWEST_FLOAT)[:, None]) * inverse(temperature)[:, None])
     sums = tree_sum(jnp.moveaxis(out[..., 1:] * weight[..., None], 1, -1))
     return top, sums[:, 0], sums[:, 1:]
 
@@ -107,34 +115,31 @@ def _redraw(x_gmem, found_gmem, temperature_gmem, top_gmem, limit_gmem, least_gm
     scale, top, limit, least = (ref[row] for ref in (temperature_gmem, top_gmem, limit_gmem, least_gmem))
     scale = inverse(scale)
 
-    def keys(p):
-        x = part.values(x_row, p)
-        return x, jnp.where(part.is_fresh(p), logit_key(x), LOWEST)
+    logits = lambda p: logit(part.values(x_row, p))
 
     def draw(state):
-        floor, _, _ = state
+        floor = state[0]
 
         def better(p, best):
-            x, key = keys(p)
-            score = jnp.where(key > floor, score_here(x, part.index(p)), LOWEST)
+            score = score_here(part.values(x_row, p), part.index(p))
+            score = jnp.where((logits(p) > floor) & part.is_fresh(p), score, LOWEST)
             is_better = score > best[0]
             return jnp.where(is_better, score, best[0]), jnp.where(is_better, part.index(p), best[1])
 
         score, index = part.over(better, (part.column() * 0 + LOWEST, part.column() * 0 + HIGHEST))
         token = jnp.min(jnp.where(score == jnp.max(score), index, HIGHEST))
-        value = x_row[token].astype(jnp.float32)
-        key = to_key(value)
+        value = logit(x_row[token])
 
         def add(p, total):
-            _, here = keys(p)
-            return total + threads.totals(jnp.where(here > key, _share(here, top, scale), 0.0), plan.vec, interpreted)
+            share = jnp.where((logits(p) > value) & part.is_fresh(p), _share(logits(p), top, scale), 0.0)
+            return total + threads.totals(share, plan.vec, interpreted)
 
-        above = jnp.sum(part.over(add, threads.number().astype(jnp.float32) * 0.0))
+        above = jnp.sum(part.over(add, _no_sum()))
         kept = ((above < limit) & (value >= least)) | (value >= top)
-        return key, token, kept.astype(jnp.int32)
+        return value, token, kept.astype(jnp.int32)
 
     def more():
-        state = jnp.int32(LOWEST), jnp.int32(-1), jnp.int32(0)
+        state = jnp.float32(-jnp.inf), jnp.int32(0), jnp.int32(0)
         out_gmem[row] = lax.while_loop(lambda state: state[2] == 0, draw, state)[1]
 
     pl.when(found < 0)(more)

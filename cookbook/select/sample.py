@@ -19,7 +19,7 @@ cut up. The three ways to the same definition:
 
 Bound by: memory (one read; top_p and min_p alone two) and the noise, about 40 instructions per logit.
 Compiled for Hopper; not run on a GPU yet.
-Not supported: gradients; log probabilities, penalties, a bias or mask (add them to the logits).
+Not supported: gradients; penalties, a bias or a mask (add them to the logits).
 """
 
 import functools
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from .. import _host
 from .._device import WARPGROUP
 from . import kernel, kernel_mass, noise
-from .kernel_mass import inverse
+from .kernel_mass import inverse, logit
 from .top_k import COLUMNS_MAX, K_MAX
 
 CANDIDATES = 8
@@ -38,10 +38,8 @@ CANDIDATES = 8
 
 def _score(seed, position, temperature, x, column):
     """A key of the logit with its noise."""
-    x = x.astype(jnp.float32)
-    x = jnp.where(x == x, x, -jnp.inf) * inverse(temperature)
     gumbel = noise.gumbel(noise.row_key(seed, position), column)
-    return kernel.to_key(x + gumbel * jnp.where(temperature <= 0.0, 0.0, 1.0))
+    return kernel.to_key(logit(x) * inverse(temperature) + gumbel * jnp.where(temperature <= 0.0, 0.0, 1.0))
 
 
 def _of_the_highest(values, index, limits, of_row):
@@ -49,8 +47,7 @@ def _of_the_highest(values, index, limits, of_row):
     seed, position, temperature = (x[:, None] for x in of_row)
     top_k, top_p, min_p = (x[:, None] for x in limits)
     score = _score(seed, position, temperature, values, index)
-    x = jnp.where(values == values, values, -jnp.inf)
-    x = x.astype(jnp.float32)
+    x = logit(values)
     place, top = jnp.arange(x.shape[1]), jnp.max(x, axis=1, keepdims=True)
     share = jnp.where(x == top, 1.0, jnp.exp((x - top) * inverse(temperature))) * (place < top_k)
     above, distance = share, 1  # Sums up to each place, always in the same order.
@@ -70,37 +67,127 @@ def _of_candidates(logits, limits, of_row, target, params):
     temperature = of_row[2]
     select = functools.partial(kernel.stages, logits, target=target, params=params)
     _, index = select(min(CANDIDATES, logits.shape[1]), jnp.float32, key_of=_score, of_row=of_row)
-    drawn = jnp.take_along_axis(logits, index, axis=1, mode="clip")
-    top, total, above = kernel_mass.masses(logits, temperature, kernel_mass.logit_key(drawn), target, params)
+    drawn = logit(jnp.take_along_axis(logits, index, axis=1, mode="clip"))
+    top, total, above = kernel_mass.masses(logits, temperature, drawn, target, params)
     limit, least = top_p * total, top + jnp.log(min_p) / inverse(temperature)
-    drawn = drawn.astype(jnp.float32)
     kept = (above < limit[:, None]) & (drawn >= least[:, None]) | (drawn >= top[:, None])
     first = jnp.argmax(kept, axis=1)[:, None]
     found = jnp.where(jnp.any(kept, axis=1), jnp.take_along_axis(index, first, axis=1)[:, 0], -1)
     return kernel_mass.redraw(logits, found, temperature, top, limit, least, _score, of_row, target, params)
 
 
-@functools.partial(jax.jit, static_argnames=("k", "all_kept", "target", "params"))
-def _call(logits, of_row, limits, k: int | None, all_kept: bool, target: _host.Target, params):
+def _log_probabilities(logits, tokens, num: int, target, params):
+    """(of the tokens, the `num` best, their tokens), of softmax(logits)."""
+    chosen = logit(jnp.take_along_axis(logits, tokens[:, None], axis=1))
+    ones = jnp.ones(tokens.shape, jnp.float32)
+    top, total, _ = kernel_mass.masses(logits, ones, chosen, target, params)
+    log_sum = (top + jnp.log(total))[:, None]
+    best, index = logits[:, :0], jnp.zeros((len(tokens), 0), jnp.int32)
+    if num:
+        best, index = kernel.stages(logits, num, logits.dtype, target, params)
+    return (chosen - log_sum)[:, 0], logit(best) - log_sum, index
+
+
+@functools.partial(jax.jit, static_argnames=("k", "num_logprobs", "target", "params"))
+def _call(logits, of_row, limits, k: int | None, num_logprobs: int | None, target: _host.Target, params):
     if (more := WARPGROUP - logits.shape[1]) > 0:
         logits = jnp.pad(logits, ((0, 0), (0, more)), constant_values=-jnp.inf)
     if k is not None:
         values, index = kernel.stages(logits, k, logits.dtype, target, params)
-        return _of_the_highest(values, index, limits, of_row)
-    if all_kept:
-        return kernel.stages(logits, 1, jnp.float32, target, params, _score, of_row)[1][:, 0]
-    return _of_candidates(logits, limits, of_row, target, params)
+        tokens = _of_the_highest(values, index, limits, of_row)
+    elif limits is None:
+        tokens = kernel.stages(logits, 1, jnp.float32, target, params, _score, of_row)[1][:, 0]
+    else:
+        tokens = _of_candidates(logits, limits, of_row, target, params)
+    if num_logprobs is None:
+        return tokens
+    return tokens, _log_probabilities(logits, tokens, num_logprobs, target, params)
 
 
-def sample(logits, seeds, positions, *, temperature=1.0, top_k=None, top_p=None, min_p=None):
-    rows = logits.shape[0]
-    target = _host.require_target("sample")
-    params = _host.compiler_params(unsafe_no_auto_barriers=True, approx_math=True)
-    each = lambda x, d: jnp.broadcast_to(jnp.asarray(x, d), (rows,))
-    of_row = each(seeds, jnp.int32), each(positions, jnp.int32), each(temperature, jnp.float32)
-    limits = (
-        each(top_k or 0, jnp.int32),
-        each(1.0 if top_p is None else top_p, jnp.float32),
-        each(0.0 if min_p is None else min_p, jnp.float32),
+def _each_row(name: str, x, rows: int, dtype, low=None, high=None):
+    """`x`, one number for all rows or one for each, as (rows,) of `dtype`."""
+    x, kind = _host.as_array("sample", name, x), jnp.integer if dtype == jnp.int32 else jnp.floating
+    said = f"{_host.PACKAGE}.sample: {name}"
+    if not jnp.issubdtype(x.dtype, jnp.integer) and not jnp.issubdtype(x.dtype, kind):
+        raise ValueError(f"{said}.dtype is {x.dtype}; must be one of {kind.__name__}: cast it")
+    if x.shape not in ((), (rows,)):
+        raise ValueError(f"{said}.shape={x.shape}; must be () or ({rows},), one for all rows or for each: reshape it")
+    if low is not None and not isinstance(x, jax.core.Tracer) and not bool(jnp.all((x >= low) & (x <= high))):
+        raise ValueError(f"{said}={x}; must be from {low} to {high}: pass None for no limit")
+    return jnp.broadcast_to(x.astype(dtype), (rows,))
+
+
+def sample(
+    logits: jax.Array,
+    seeds: jax.Array,
+    positions: jax.Array,
+    *,
+    temperature: jax.Array | float = 1.0,
+    top_k: jax.Array | int | None = None,
+    top_p: jax.Array | float | None = None,
+    min_p: jax.Array | float | None = None,
+    num_logprobs: int | None = None,
+):
+    """One token per row, drawn from softmax(logits / temperature), or from its most probable tokens alone.
+
+    A row's token depends on its logits, seed, position and options alone, bit for bit, whatever rows stand beside it.
+    NaN counts as -inf; a row of -inf alone gives token 0.
+
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+    Compiled for Hopper; not run on a GPU yet.
+
+    Args:
+      logits: (R, V) float32, bfloat16 or float16, 1 <= V <= 2**20.
+      seeds: int32, (R,) or one for all rows.
+      positions: int32, (R,) or one for all: where a sequence's token goes, so that each draw has noise of its own.
+      temperature: at least 0; 0 takes the highest logit, of equal ones the first. This and all below: (R,) or one.
+      top_k: 1 to 2048; keeps so many of the highest logits, of equal ones the first. An array costs as much as 2048.
+      top_p: 0 to 1; keeps a token if all that are more probable sum up to less than this, after `top_k`. The most
+        probable token, and all as probable, are kept always.
+      min_p: 0 to 1; keeps a token that is at least so probable as this times the most probable one.
+      num_logprobs: from 0 to V, at most 2048: how many of the best log probabilities are returned, and that of the
+        token.
+
+    Returns:
+      tokens, (R,) int32; with `num_logprobs` n (tokens, (of the tokens (R,), best (R, n), their tokens (R, n))), where
+      log probabilities are float32, of softmax(logits) without temperature or limits.
+
+    Raises:
+      ValueError: rank, dtype or size of an argument is not supported, or an option is out of its range;
+        RuntimeError: no GPU.
+    """
+    logits, name = _host.as_array("sample", "logits", logits), f"{_host.PACKAGE}.sample"
+    if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"{name}: logits.dtype is {logits.dtype}; must be float32, bfloat16 or float16: cast it")
+    if logits.ndim != 2 or not 1 <= logits.shape[1] <= COLUMNS_MAX:
+        raise ValueError(f"{name}: logits.shape={logits.shape}; must be (R, V) with V from 1 to {COLUMNS_MAX}: reshape")
+    (rows, columns), most = logits.shape, min(K_MAX, logits.shape[1])
+    of_row = (
+        _each_row("seeds", seeds, rows, jnp.int32),
+        _each_row("positions", positions, rows, jnp.int32),
+        _each_row("temperature", temperature, rows, jnp.float32, 0, float(jnp.finfo(jnp.float32).max)),
     )
-    return _call(logits, of_row, limits, top_k, top_p is None and min_p is None, target, params)
+    k = limits = None
+    if top_k is not None:
+        each_k = _each_row("top_k", top_k, rows, jnp.int32, 1, K_MAX)
+        k = min(int(top_k), columns) if isinstance(top_k, int) else most
+    if (top_k, top_p, min_p) != (None, None, None):
+        limits = (
+            None if top_k is None else each_k,
+            _each_row("top_p", 1.0 if top_p is None else top_p, rows, jnp.float32, 0, 1),
+            _each_row("min_p", 0.0 if min_p is None else min_p, rows, jnp.float32, 0, 1),
+        )
+    if num_logprobs is not None:
+        num_logprobs = _host.option("sample", "num_logprobs", num_logprobs, int)
+        if not 0 <= num_logprobs <= most:
+            raise ValueError(f"{name}: {num_logprobs=}; must be from 0 to {most} for {columns} columns: pass fewer")
+    _host.require_indices("sample", rows=rows)
+    if rows == 0:
+        none = lambda *more: jnp.zeros((0, *more), jnp.float32)
+        tokens = none().astype(jnp.int32)
+        best = none(num_logprobs or 0)
+        return tokens if num_logprobs is None else (tokens, (none(), best, best.astype(jnp.int32)))
+    target = _host.require_target("sample")
+    (logits,) = _host.without_gradient("sample", "logits at the tokens", logits)
+    params = _host.compiler_params(unsafe_no_auto_barriers=True, approx_math=True)
+    return _call(logits, of_row, limits, k, num_logprobs, target, params)
