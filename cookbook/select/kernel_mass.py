@@ -34,7 +34,7 @@ def logit(x):
     return jnp.where(x == x, x, -jnp.inf)
 
 
-def _key(x, column):
+def logit_key(x, column):
     return to_key(logit(x))
 
 
@@ -65,7 +65,7 @@ def _masses(x_gmem, temperature_gmem, candidates_gmem, out_gmem, keys_smem, *, p
     part = Part(plan, None, keys_smem)
     # What is no column of the row has the lowest of all keys.
     as_logit = lambda key: jnp.where(key == LOWEST, -jnp.inf, from_key(key, jnp.float32))
-    top = jnp.max(as_logit(part.load(x_gmem.at[row], _key, interpreted)))
+    top = jnp.max(as_logit(part.load(x_gmem.at[row], logit_key, interpreted)))
 
     def add(p, sums):
         x = as_logit(part.key(p))

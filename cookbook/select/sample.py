@@ -30,10 +30,25 @@ import jax.numpy as jnp
 from .. import _host
 from .._device import WARPGROUP
 from . import kernel, kernel_mass, noise
-from .kernel_mass import inverse, logit
+from .kernel_mass import inverse, logit, logit_key
 from .top_k import COLUMNS_MAX, K_MAX
 
 CANDIDATES = 8
+
+
+def sample_reference(logits, seeds, positions, *, temperature=1.0, top_k=None, top_p=None, min_p=None):
+    x, rows = logit(logits), logits.shape[:1]
+    seeds, positions, temperature = (jnp.broadcast_to(n, rows)[:, None] for n in (seeds, positions, temperature))
+    order = jnp.argsort(-x, axis=1, stable=True)
+    place = jnp.argsort(order, axis=1)
+    kept = place < (x.shape[1] if top_k is None else jnp.broadcast_to(top_k, rows)[:, None])
+    top = jnp.max(x, axis=1, keepdims=True)
+    share = jnp.where(kept, jnp.exp((x - top) * inverse(temperature)), 0.0)
+    above = jnp.sum(jnp.where(x[:, None, :] > x[:, :, None], share[:, None, :], 0.0), axis=-1)
+    top_p, min_p = (jnp.broadcast_to(d if n is None else n, rows)[:, None] for n, d in ((top_p, 2.0), (min_p, 0.0)))
+    kept &= (above < top_p * jnp.sum(share, axis=1, keepdims=True)) & (share >= min_p) | (x == top)
+    score = _score(seeds, positions, temperature, logits, jnp.arange(x.shape[1], dtype=jnp.int32))
+    return jnp.argmax(jnp.where(kept, score, kernel.LOWEST), axis=1)
 
 
 def _score(seed, position, temperature, x, column):
@@ -47,17 +62,16 @@ def _of_the_highest(values, index, limits, of_row):
     seed, position, temperature = (x[:, None] for x in of_row)
     top_k, top_p, min_p = (x[:, None] for x in limits)
     score = _score(seed, position, temperature, values, index)
-    x = logit(values)
-    place, top = jnp.arange(x.shape[1]), jnp.max(x, axis=1, keepdims=True)
-    share = jnp.where(x == top, 1.0, jnp.exp((x - top) * inverse(temperature))) * (place < top_k)
+    place, top = jnp.arange(values.shape[1]), values[:, :1]
+    share = jnp.where(values == top, 1.0, jnp.exp((values - top) * inverse(temperature))) * (place < top_k)
     above, distance = share, 1  # Sums up to each place, always in the same order.
-    while distance < x.shape[1]:
+    while distance < values.shape[1]:
         above = above + jnp.pad(above[:, :-distance], ((0, 0), (distance, 0)))
         distance *= 2
     total, above = above[:, -1:], above - share
-    first = jnp.pad(x[:, 1:] < x[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    first = jnp.pad(values[:, 1:] < values[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     above = jax.lax.cummax(jnp.where(first, above, -1.0), axis=1)  # Of equal logits all are kept, or none.
-    kept = (above < top_p * total) & (x >= top + jnp.log(min_p) / inverse(temperature)) | (x == top)
+    kept = (above < top_p * total) & (values >= top + jnp.log(min_p) / inverse(temperature)) | (values == top)
     best = jnp.argmax(jnp.where(kept & (place < top_k), score, kernel.LOWEST), axis=1)
     return jnp.take_along_axis(index, best[:, None], axis=1)[:, 0]
 
@@ -82,10 +96,10 @@ def _log_probabilities(logits, tokens, num: int, target, params):
     ones = jnp.ones(tokens.shape, jnp.float32)
     top, total, _ = kernel_mass.masses(logits, ones, chosen, target, params)
     log_sum = (top + jnp.log(total))[:, None]
-    best, index = logits[:, :0], jnp.zeros((len(tokens), 0), jnp.int32)
+    best, index = chosen[:, :0], jnp.zeros((len(tokens), 0), jnp.int32)
     if num:
-        best, index = kernel.stages(logits, num, logits.dtype, target, params)
-    return (chosen - log_sum)[:, 0], logit(best) - log_sum, index
+        best, index = kernel.stages(logits, num, jnp.float32, target, params, logit_key)
+    return (chosen - log_sum)[:, 0], best - log_sum, index
 
 
 @functools.partial(jax.jit, static_argnames=("k", "num_logprobs", "target", "params"))
@@ -93,7 +107,7 @@ def _call(logits, of_row, limits, k: int | None, num_logprobs: int | None, targe
     if (more := WARPGROUP - logits.shape[1]) > 0:
         logits = jnp.pad(logits, ((0, 0), (0, more)), constant_values=-jnp.inf)
     if k is not None:
-        values, index = kernel.stages(logits, k, logits.dtype, target, params)
+        values, index = kernel.stages(logits, k, jnp.float32, target, params, logit_key)
         tokens = _of_the_highest(values, index, limits, of_row)
     elif limits is None:
         tokens = kernel.stages(logits, 1, jnp.float32, target, params, _score, of_row)[1][:, 0]
@@ -171,7 +185,7 @@ def sample(
     if top_k is not None:
         each_k = _each_row("top_k", top_k, rows, jnp.int32, 1, K_MAX)
         k = min(int(top_k), columns) if isinstance(top_k, int) else most
-    if (top_k, top_p, min_p) != (None, None, None):
+    if any(limit is not None for limit in (top_k, top_p, min_p)):
         limits = (
             None if top_k is None else each_k,
             _each_row("top_p", 1.0 if top_p is None else top_p, rows, jnp.float32, 0, 1),
@@ -188,6 +202,16 @@ def sample(
         best = none(num_logprobs or 0)
         return tokens if num_logprobs is None else (tokens, (none(), best, best.astype(jnp.int32)))
     target = _host.require_target("sample")
-    (logits,) = _host.without_gradient("sample", "logits at the tokens", logits)
+    (logits,) = _host.without_gradient("sample", "sample_reference, of the same module,", logits)
     params = _host.compiler_params(unsafe_no_auto_barriers=True, approx_math=True)
     return _call(logits, of_row, limits, k, num_logprobs, target, params)
+
+
+def flops(rows: int, cols: int) -> int:
+    """Of a draw among all: two mixings of bits, two logarithms and what is between them for each logit."""
+    return 40 * rows * cols
+
+
+def bytes_moved(rows: int, cols: int, itemsize: int) -> int:
+    """One read; `top_p` without `top_k` takes two."""
+    return rows * (cols * itemsize + 4)
