@@ -69,7 +69,8 @@ def sampled(case, logits, seeds, positions):
     for row, seed, position in zip(x, seeds, positions, strict=True):
         order = np.argsort(-row, kind="stable")
         kept = order[: case["top_k"]]
-        near = np.where(row[kept] == row.max(), 0.0, row[kept] - row.max()) / (temperature or 1.0)
+        with np.errstate(invalid="ignore"):
+            near = np.where(row[kept] == row.max(), 0.0, row[kept] - row.max()) / (temperature or 1.0)
         share = np.exp(near)
         above = np.array([share[near > value].sum() for value in np.unique(near)])[
             np.unique(near, return_inverse=True)[1]
