@@ -74,7 +74,7 @@ class Part:
     """A block's part of a row: its keys in shared memory, and their indices."""
 
     plan: Plan
-    index_gmem: Ref  # What the columns stand for; or None, for themselves.
+    index_gmem: Ref  # The indices that columns stand for; or None, for themselves.
     keys_smem: Ref
 
     @property
@@ -110,14 +110,18 @@ class Part:
         """Fills `keys_smem`. Returns the maxima of groups of keys."""
         plan = self.plan
 
-        def piece(p, maxima):
-            column = self._turn(p)[1] + self.column()
-            keys = jnp.where(self.is_fresh(p), key_of(self.values(x_gmem, p), column), LOWEST)
-            _device.store(self._at(p), keys)
-            return jnp.maximum(maxima, threads.fold(keys, plan.num_maxima, plan.vec, interpreted))
+        def some(g, maxima):
+            pieces = [g * plan.unroll + u for u in range(plan.unroll)]
+            loaded = [self.values(x_gmem, p) for p in pieces]  # All in flight at once.
+            for p, x in zip(pieces, loaded, strict=True):
+                column = self._turn(p)[1] + self.column()
+                keys = jnp.where(self.is_fresh(p), key_of(x, column), LOWEST)
+                _device.store(self._at(p), keys)
+                maxima = jnp.maximum(maxima, threads.fold(keys, plan.num_maxima, plan.vec, interpreted))
+            return maxima
 
         lowest = plgpu.broadcasted_iota(jnp.int32, (plan.num_maxima,), 0, layout=self._layout) * 0 + LOWEST
-        return self.over(piece, lowest)
+        return lax.fori_loop(0, plan.num_pieces // plan.unroll, some, lowest)
 
     def key(self, p):
         return _device.load(self._at(p), self._layout)
@@ -160,7 +164,7 @@ def _collect(part: Part, x_gmem, key_of, key_smem, index_smem, scan_smem, interp
     """Writes the keys of a part that are taken, and their indices, into the slots."""
     plan = part.plan
     slot = plgpu.broadcasted_iota(jnp.int32, (plan.slots,), 0, layout=threads.PER_THREAD)
-    _device.store(key_smem, slot * 0 + LOWEST)
+    _device.store(key_smem, jnp.where(slot < 0, slot, LOWEST))  # A constant would need 256 slots at a time.
     _device.store(index_smem, slot + (plan.pad + lax.axis_index("part") * plan.slots))
     maxima = part.load(x_gmem, key_of, interpreted)
     bound = part.threshold(maxima)
@@ -235,7 +239,7 @@ def select(plan: Plan, x, index, dtype, target: _host.Target, params, key_of=pla
 
     Args:
       x: (rows, cols), values or keys.
-      index: what the columns of keys stand for; None for the columns themselves.
+      index: the indices that the columns of keys stand for; None for the columns themselves.
       key_of: makes keys of the row's numbers from `of_row`, (rows,) each, of values and of their columns.
     """
     last = plan.num_parts == 1

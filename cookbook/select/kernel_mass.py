@@ -44,7 +44,7 @@ def part_plan(cols: int, itemsize: int) -> Plan:
 
 
 def inverse(temperature):
-    """What logits are multiplied by; 1 where the draw is the most probable token."""
+    """The factor of the logits; 1 where the draw is the most probable token."""
     return 1.0 / jnp.where(temperature <= 0.0, 1.0, temperature)
 
 
@@ -63,7 +63,7 @@ def _masses(x_gmem, temperature_gmem, candidates_gmem, out_gmem, keys_smem, *, p
     candidates = [candidates_gmem[row, j] for j in range(num)]
     scale = inverse(temperature_gmem[row])
     part = Part(plan, None, keys_smem)
-    # What is no column of the row has the lowest of all keys.
+    # Beyond the row there are the lowest of all keys.
     as_logit = lambda key: jnp.where(key == LOWEST, -jnp.inf, from_key(key, jnp.float32))
     top = jnp.max(as_logit(part.load(x_gmem.at[row], logit_key, interpreted)))
 

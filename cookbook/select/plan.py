@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from .._device import WARPGROUP
 
-BYTES = 64  # That a thread loads at once.
+BYTES = 64  # A thread loads so many for a piece.
 LOADS_MAX = 16
 PART_MIN = 2048  # Keys of a part, at least: a block that has fewer waits more than it works.
 PART_MAX = 8192  # At most: with their 32 KiB of shared memory 6 blocks share an SM.
@@ -20,19 +20,18 @@ def ceil_power_of_2(n: int) -> int:
 
 
 def candidates(k: int) -> int:
-    """Slots for the keys that a block finds: they are sorted by a network, which wants a power of 2, and a search
-    for a threshold that leaves some room ends early."""
-    return max(WARPGROUP, ceil_power_of_2(k + k // 2))
+    """Slots for the keys that a block finds: a search for a threshold that leaves some room ends early."""
+    return max(1, pl.cdiv(3 * k, 2 * WARPGROUP)) * WARPGROUP
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Statics of one stage: from each part of a row, its `k` largest keys and perhaps some more."""
 
-    cols: int  # Of a row, at least a piece.
+    cols: int  # Columns of a row, at least a piece.
     k: int
     vec: int  # Columns that a thread loads at once.
-    loads: int  # Of a thread in flight.
+    loads: int  # A thread makes so many loads for a piece.
     part: int  # Columns of a part, a multiple of a piece.
     stage: int  # How many stages there were before.
 
@@ -45,13 +44,18 @@ class Plan:
         return self.part // self.piece
 
     @property
+    def unroll(self) -> int:
+        """Pieces that are loaded at once."""
+        return 2 if self.num_pieces % 2 == 0 and self.vec * self.loads <= 16 else 1
+
+    @property
     def num_parts(self) -> int:
         return pl.cdiv(self.cols, self.part)
 
     @property
     def slots(self) -> int:
-        """Keys that a part hands on."""
-        return candidates(self.k)
+        """Keys that a part hands on; in the last stage those that are sorted, by a network of a power of 2."""
+        return ceil_power_of_2(candidates(self.k)) if self.num_parts == 1 else candidates(self.k)
 
     @property
     def num_maxima(self) -> int:
@@ -76,4 +80,6 @@ def plan_of(rows: int, cols: int, itemsize: int, k: int, stage: int, num_sms: in
         # Large enough to hand on a fraction of its keys, small enough to keep all SMs busy twice.
         part = min(max(PART_MIN, pl.cdiv(rows * cols, 2 * num_sms)), PART_MAX)
         part = min(max(part, 8 * slots), cols)
-    return Plan(cols, k, vec, loads, pl.cdiv(part, piece) * piece, stage)
+    num_pieces = pl.cdiv(part, piece)
+    num_pieces += num_pieces > 1 and num_pieces % 2  # An even number: see `unroll`.
+    return Plan(cols, k, vec, loads, num_pieces * piece, stage)

@@ -7,8 +7,8 @@ Shapes: logits (R, V) float32, bfloat16 or float16, V up to 2**20; seeds and pos
 and min_p numbers, (R,) each or one for all; the result is (R,) int32. The arithmetic is float32.
 
 The noise is Gumbel's (`noise.py`), so that the maximum is a draw, and it is made of a row's seed and position and of
-the column alone. What is kept is said in terms of logits alone, so neither depends on other rows or on how the work is
-cut up. The three ways to the same definition:
+the column alone. A rule in terms of logits alone says
+which tokens are kept. So neither depends on other rows or on how the work is cut up. The three ways to the same definition:
 
 - All are kept: the maximum is that of `kernel.py` with k = 1, whose keys are logits with their noise. One read.
 - `top_k`: `kernel.py` leaves the k highest logits in order, and the rest is done on those.
@@ -70,7 +70,7 @@ def _of_the_highest(values, index, limits, of_row):
         distance *= 2
     total, above = above[:, -1:], above - share
     first = jnp.pad(values[:, 1:] < values[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    above = jax.lax.cummax(jnp.where(first, above, -1.0), axis=1)  # Of equal logits all are kept, or none.
+    above = jax.lax.cummax(jnp.where(first, above, -1.0), axis=1)  # Equal logits are all kept, or none is.
     kept = (above < top_p * total) & (values >= top + jnp.log(min_p) / inverse(temperature)) | (values == top)
     best = jnp.argmax(jnp.where(kept & (place < top_k), score, kernel.LOWEST), axis=1)
     return jnp.take_along_axis(index, best[:, None], axis=1)[:, 0]
@@ -141,7 +141,7 @@ def sample(
     top_p: jax.Array | float | None = None,
     min_p: jax.Array | float | None = None,
     num_logprobs: int | None = None,
-):
+) -> jax.Array | tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """One token per row, drawn from softmax(logits / temperature), or from its most probable tokens alone.
 
     A row's token depends on its logits, seed, position and options alone, bit for bit, whatever rows stand beside it.
@@ -208,7 +208,7 @@ def sample(
 
 
 def flops(rows: int, cols: int) -> int:
-    """Of a draw among all: two mixings of bits, two logarithms and what is between them for each logit."""
+    """A draw among all takes two mixings of bits, two logarithms and the steps between them for each logit."""
     return 40 * rows * cols
 
 

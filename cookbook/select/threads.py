@@ -63,7 +63,7 @@ def _index(value):
 
 
 def sync(interpreted: bool):
-    """What any thread has stored before, every thread of the warpgroup loads after."""
+    """Every thread of the warpgroup loads after it what any of them has stored before."""
     if not interpreted:
 
         @plgpu.inline_mgpu()

@@ -62,7 +62,7 @@ def with_gradient(name: str, fn):
     def both(**operands):
         rest = {name: x for name, x in operands.items() if name not in names}
         out, pull = jax.vjp(lambda given: fn(**(operands | given | rest)), {name: operands[name] for name in names})
-        no_gradient = lambda x: np.zeros(x.shape, jax.dtypes.float0)  # Of indices.
+        no_gradient = lambda x: np.zeros(x.shape, jax.dtypes.float0)  # Indices have none.
         return out, pull(jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else no_gradient(x), out))
 
     return both

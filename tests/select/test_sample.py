@@ -71,7 +71,7 @@ def test_a_row_alone_and_options_for_each_row():
         one, (of_one, *_) = sample(x[1:2], SEEDS[1:2], POSITIONS[1:2], num_logprobs=0, **alone)
     for row in range(3):
         case = ALL | {name: float(each[row]) for name, each in options.items()}
-        wanted = sampled(case, np.asarray(x, np.float64)[row : row + 1], SEEDS[row:], POSITIONS[row : row + 1])
+        wanted = sampled(case, np.asarray(x, np.float64)[row : row + 1], SEEDS[row : row + 1], POSITIONS[row : row + 1])
         assert found[row] == wanted[0][0][0]
     assert one[0] == found[1] and of_one[0] == of_token[1]
     exact = np.asarray(jax.nn.log_softmax(x))
