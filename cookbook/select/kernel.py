@@ -213,7 +213,7 @@ def sort(key_smem, index_smem, interpreted: bool):
 def _select(x_gmem, *refs, plan: Plan, num_of_row: int, key_of, interpreted: bool):
     of_row, refs = refs[:num_of_row], refs[num_of_row:]
     *index_gmem, out_gmem, out_index_gmem, keys_smem, key_smem, index_smem, scan_smem = refs
-    row, part = lax.axis_index("row"), lax.axis_index("part")
+    row, part = lax.axis_index("rows"), lax.axis_index("part")
     key_here = functools.partial(key_of, *(ref[row] for ref in of_row))
     here = Part(plan, index_gmem[0].at[row] if index_gmem else None, keys_smem)
     _collect(here, x_gmem.at[row], key_here, key_smem, index_smem, scan_smem, interpreted)
@@ -248,7 +248,7 @@ def select(plan: Plan, x, index, dtype, target: _host.Target, params, key_of=pla
         functools.partial(_select, plan=plan, num_of_row=len(of_row), key_of=key_of, interpreted=target.interpreted),
         out_type=(jax.ShapeDtypeStruct(shape, dtype if last else jnp.int32), jax.ShapeDtypeStruct(shape, jnp.int32)),
         grid=(x.shape[0], plan.num_parts),
-        grid_names=("row", "part"),
+        grid_names=("rows", "part"),
         scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in (plan.part, plan.slots, plan.slots, WARPGROUP)],
         compiler_params=params,
     )(x, *of_row, *([] if index is None else [index]))

@@ -58,7 +58,7 @@ def _no_sum():
 
 
 def _masses(x_gmem, temperature_gmem, candidates_gmem, out_gmem, keys_smem, *, plan: Plan, interpreted: bool):
-    row, block = lax.axis_index("row"), lax.axis_index("part")
+    row, block = lax.axis_index("rows"), lax.axis_index("part")
     num = candidates_gmem.shape[1]
     candidates = [candidates_gmem[row, j] for j in range(num)]
     scale = inverse(temperature_gmem[row])
@@ -96,7 +96,7 @@ def masses(logits, temperature, candidates, target: _host.Target, params):
         functools.partial(_masses, plan=plan, interpreted=target.interpreted),
         out_type=jax.ShapeDtypeStruct((rows, plan.num_parts, 2 + num), jnp.float32),
         grid=(rows, plan.num_parts),
-        grid_names=("row", "part"),
+        grid_names=("rows", "part"),
         scratch_types=[plgpu.SMEM((plan.part,), jnp.int32)],
         compiler_params=params,
     )(logits, temperature, candidates)
@@ -109,7 +109,7 @@ def masses(logits, temperature, candidates, target: _host.Target, params):
 def _redraw(x_gmem, found_gmem, temperature_gmem, top_gmem, limit_gmem, least_gmem, *refs, plan: Plan, score_of,
             interpreted: bool):  # fmt: skip
     *of_row, out_gmem = refs
-    row = lax.axis_index("row")
+    row = lax.axis_index("rows")
     x_row, part, found = x_gmem.at[row], Part(plan, None, None), found_gmem[row]
     score_here = functools.partial(score_of, *(ref[row] for ref in of_row))
     scale, top, limit, least = (ref[row] for ref in (temperature_gmem, top_gmem, limit_gmem, least_gmem))
@@ -161,6 +161,6 @@ def redraw(logits, found, temperature, top, limit, least, score_of, of_row, targ
         functools.partial(_redraw, plan=plan, score_of=score_of, interpreted=target.interpreted),
         out_type=jax.ShapeDtypeStruct(found.shape, jnp.int32),
         grid=(*found.shape, 1),
-        grid_names=("row", "part"),
+        grid_names=("rows", "part"),
         compiler_params=params,
     )(logits, found, temperature, top, limit, least, *of_row)

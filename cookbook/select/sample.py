@@ -6,16 +6,16 @@
 Shapes: logits (R, V) float32, bfloat16 or float16, V up to 2**20; seeds and positions integers and temperature, top_p
 and min_p numbers, (R,) each or one for all; the result is (R,) int32. The arithmetic is float32.
 
-The noise is Gumbel's (`noise.py`), so that the maximum is a draw, and it is made of a row's seed and position and of
-the column alone. A rule in terms of logits alone says
-which tokens are kept. So neither depends on other rows or on how the work is cut up. The three ways to the same definition:
+The noise is Gumbel's (`noise.py`), so the maximum is a draw. It is made of the row's seed, its position and the column
+alone, and a rule about logits alone says which tokens are kept: neither depends on other rows, nor on how the work is
+cut up. There are three ways to a token:
 
 - All are kept: the maximum is that of `kernel.py` with k = 1, whose keys are logits with their noise. One read.
 - `top_k`: `kernel.py` leaves the k highest logits in order, and the rest is done on those.
 - `top_p` or `min_p` without it: `kernel.py` leaves the CANDIDATES highest of logits with noise, in order;
-  `kernel_mass.masses` adds up how probable what is above each of them is; the first candidate that is kept is the
-  token, since what comes before it is not kept. The threshold itself is never needed. Where no candidate is kept, which
-  for `top_p` of 0.9 happens once in 10**8 rows, `kernel_mass.redraw` goes on.
+  `kernel_mass.masses` adds up the probabilities above each of them; the first candidate that is kept is the token,
+  since those before it are not. The threshold itself is never needed. Where no candidate is kept, which for `top_p` of
+  0.9 happens once in about 10**8 rows, `kernel_mass.redraw` goes on.
 
 Bound by: memory (one read; top_p and min_p alone two) and the noise, about 40 instructions per logit.
 Compiled for Hopper; not run on a GPU yet.
