@@ -37,18 +37,18 @@ CANDIDATES = 8
 
 
 def sample_reference(logits, seeds, positions, *, temperature=1.0, top_k=None, top_p=None, min_p=None):
-    x, rows = logit(logits), logits.shape[:1]
-    seeds, positions, temperature = (jnp.broadcast_to(n, rows)[:, None] for n in (seeds, positions, temperature))
-    order = jnp.argsort(-x, axis=1, stable=True)
-    place = jnp.argsort(order, axis=1)
-    kept = place < (x.shape[1] if top_k is None else jnp.broadcast_to(top_k, rows)[:, None])
-    top = jnp.max(x, axis=1, keepdims=True)
-    share = jnp.where(kept, jnp.exp((x - top) * inverse(temperature)), 0.0)
-    above = jnp.sum(jnp.where(x[:, None, :] > x[:, :, None], share[:, None, :], 0.0), axis=-1)
-    top_p, min_p = (jnp.broadcast_to(d if n is None else n, rows)[:, None] for n, d in ((top_p, 2.0), (min_p, 0.0)))
-    kept &= (above < top_p * jnp.sum(share, axis=1, keepdims=True)) & (share >= min_p) | (x == top)
-    score = _score(seeds, positions, temperature, logits, jnp.arange(x.shape[1], dtype=jnp.int32))
-    return jnp.argmax(jnp.where(kept, score, kernel.LOWEST), axis=1)
+    each = lambda x, default: jnp.broadcast_to(default if x is None else x, logits.shape[:1])[:, None]
+    seeds, positions, temperature = (each(x, None) for x in (seeds, positions, temperature))
+    order = jnp.argsort(-logit(logits), axis=1, stable=True)
+    x, place = jnp.take_along_axis(logit(logits), order, axis=1), jnp.arange(logits.shape[1])
+    kept = place < each(top_k, logits.shape[1])
+    share = jnp.where(kept, jnp.where(x == x[:, :1], 1.0, jnp.exp((x - x[:, :1]) * inverse(temperature))), 0.0)
+    is_first = jnp.pad(x[:, 1:] < x[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    above = jax.lax.cummax(jnp.where(is_first, jnp.cumsum(share, axis=1) - share, 0.0), axis=1)
+    limit = each(top_p, 2.0) * jnp.sum(share, axis=1, keepdims=True)
+    kept &= (above < limit) & (share >= each(min_p, 0.0)) | (x == x[:, :1])
+    score = jnp.where(kept, _score(seeds, positions, temperature, x, order.astype(jnp.int32)), kernel.LOWEST)
+    return jnp.take_along_axis(order, jnp.argmax(score, axis=1)[:, None], axis=1)[:, 0]
 
 
 def _score(seed, position, temperature, x, column):

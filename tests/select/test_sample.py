@@ -42,6 +42,7 @@ def tokens(x, **options):
         found = np.asarray(sample(x, SEEDS, POSITIONS, **options))
     ((wanted, _),) = sampled(ALL | options, np.asarray(x).astype(np.float64), SEEDS, POSITIONS)
     np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(module.sample_reference(x, SEEDS, POSITIONS, **options), wanted)
     assert found.dtype == np.int32 and not seen.races_found
     return found
 
