@@ -8,8 +8,8 @@ per block loads a part of a row into registers, once, and then:
    many reach its middle. It looks at maxima first, each of a group of keys: k maxima that reach a threshold are k keys
    that do, and there are few maxima. If too many keys reach it (many large keys in one group), it goes on among all of
    them; and if too many are equal, among their indices.
-2. `_collect` writes the keys that reach the threshold side by side into shared memory: each thread counts its own,
-   and a running sum over the threads says where its slots begin.
+2. `_collect` writes the keys that reach the threshold and their columns side by side into shared memory: each thread
+   counts its own, and a running sum over the threads says where its slots begin.
 3. Where a part is a whole row, `sort` puts the slots in order with a bitonic network, and the first k are stored.
    Otherwise all slots are stored, and the next stage selects among those of all parts.
 
@@ -114,8 +114,7 @@ class Part:
             pieces = [g * plan.unroll + u for u in range(plan.unroll)]
             loaded = [self.values(x_gmem, p) for p in pieces]  # All in flight at once.
             for p, x in zip(pieces, loaded, strict=True):
-                column = self._turn(p)[1] + self.column()
-                keys = jnp.where(self.is_fresh(p), key_of(x, column), LOWEST)
+                keys = jnp.where(self.is_fresh(p), key_of(x, self.place(p)), LOWEST)
                 _device.store(self._at(p), keys)
                 maxima = jnp.maximum(maxima, threads.fold(keys, plan.num_maxima, plan.vec, interpreted))
             return maxima
@@ -126,14 +125,20 @@ class Part:
     def key(self, p):
         return _device.load(self._at(p), self._layout)
 
-    def index(self, p):
-        """Indices of the keys of piece `p`, right where they are fresh."""
-        return self._turn(p)[1] + self.column() if self.index_gmem is None else self.values(self.index_gmem, p)
+    def place(self, p):
+        """The columns of piece `p`."""
+        return self._turn(p)[1] + self.column()
+
+    def _rank(self, p, last):
+        """The indices of piece `p`, which are loaded where `last` is a bound at all."""
+        if self.index_gmem is None:
+            return self.place(p)
+        return lax.cond(last < HIGHEST, lambda: self.values(self.index_gmem, p), lambda: self.place(p))
 
     def taken(self, p, threshold, last):
         """Which keys of piece `p` are above the threshold, or at it with an index up to `last`: 1, otherwise 0."""
         key = self.key(p)
-        tied = (key == threshold) & self.is_fresh(p) & (self.index(p) <= last)
+        tied = (key == threshold) & self.is_fresh(p) & (self._rank(p, last) <= last)
         return ((key > threshold) | tied).astype(jnp.int32)
 
     def num_taken(self, threshold, last):
@@ -172,10 +177,15 @@ def _collect(part: Part, x_gmem, key_of, key_smem, index_smem, scan_smem, interp
     free = threads.before(counts, scan_smem, interpreted)
     refs = key_smem, index_smem
     put = lambda p, free: threads.put(
-        refs, part.taken(p, *bound), (part.key(p), part.index(p)), free, plan.vec, interpreted
+        refs, part.taken(p, *bound), (part.key(p), part.place(p)), free, plan.vec, interpreted
     )
     part.over(put, free)
     threads.sync(interpreted)
+    if part.index_gmem is not None:  # The slots have places, or what is no index.
+        place = _device.load(index_smem, threads.PER_THREAD)
+        index = threads.gather(part.index_gmem, jnp.minimum(place, plan.cols - 1), 1, interpreted)
+        _device.store(index_smem, jnp.where(place < plan.cols, index, place))
+        threads.sync(interpreted)
 
 
 def sort(key_smem, index_smem, interpreted: bool):

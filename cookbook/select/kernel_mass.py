@@ -121,10 +121,10 @@ def _redraw(x_gmem, found_gmem, temperature_gmem, top_gmem, limit_gmem, least_gm
         floor = state[0]
 
         def better(p, best):
-            score = score_here(part.values(x_row, p), part.index(p))
+            score = score_here(part.values(x_row, p), part.place(p))
             score = jnp.where((logits(p) > floor) & part.is_fresh(p), score, LOWEST)
             is_better = score > best[0]
-            return jnp.where(is_better, score, best[0]), jnp.where(is_better, part.index(p), best[1])
+            return jnp.where(is_better, score, best[0]), jnp.where(is_better, part.place(p), best[1])
 
         score, index = part.over(better, (part.column() * 0 + LOWEST, part.column() * 0 + HIGHEST))
         token = jnp.min(jnp.where(score == jnp.max(score), index, HIGHEST))

@@ -10,7 +10,7 @@ from .._device import WARPGROUP
 
 BYTES = 64  # A thread loads so many for a piece.
 LOADS_MAX = 16
-PART_MIN = 2048  # Keys of a part, at least: a block that has fewer waits more than it works.
+PART_MIN = 4096  # Keys of a part, at least: a thread has their loads in flight at once, and fewer would save little.
 PART_MAX = 8192  # At most: with their 32 KiB of shared memory 6 blocks share an SM.
 PART_LAST = 32768  # In the last stage a block has a row for itself.
 

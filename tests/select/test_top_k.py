@@ -97,7 +97,7 @@ def test_gradient_and_vmap():
     "change, mutant",
     [
         ("ties by any index", lambda monkeypatch: monkeypatch.setattr(
-            kernel.Part, "index", lambda self, p, index=kernel.Part.index: -index(self, p))),
+            kernel.Part, "_rank", lambda self, p, last, rank=kernel.Part._rank: -rank(self, p, last))),
         ("the last piece counted twice", lambda monkeypatch: monkeypatch.setattr(
             kernel.Part, "is_fresh", lambda self, p: self.column() >= 0)),
         ("threads share slots", lambda monkeypatch: monkeypatch.setattr(
