@@ -120,7 +120,9 @@ class Part:
             return maxima
 
         lowest = plgpu.broadcasted_iota(jnp.int32, (plan.num_maxima,), 0, layout=self._layout) * 0 + LOWEST
-        return lax.fori_loop(0, plan.num_pieces // plan.unroll, some, lowest)
+        maxima = lax.fori_loop(0, plan.num_pieces // plan.unroll, some, lowest)
+        threads.sync(interpreted)  # Threads of a warp may store each other's keys.
+        return maxima
 
     def key(self, p):
         return _device.load(self._at(p), self._layout)
