@@ -8,7 +8,14 @@ converts weights in registers, and `grouped/kernel_fp8.py`, which scales sums: a
 
 from .dense import matmul as matmul
 from .dense import matmul_fp8 as matmul_fp8
+from .dense import matmul_int4_weights as matmul_int4_weights
 from .dense import matmul_int8_weights as matmul_int8_weights
+from .dense import matmul_mxfp4_weights as matmul_mxfp4_weights
+from .dense import pack_int4 as pack_int4
+from .dense import pack_int4_awq as pack_int4_awq
+from .dense import pack_int4_gptq as pack_int4_gptq
+from .dense import pack_mxfp4 as pack_mxfp4
+from .dense import unpack_int4 as unpack_int4
 from .experts import moe as moe
 from .gated import glu as glu
 from .grouped import ragged_dot as ragged_dot

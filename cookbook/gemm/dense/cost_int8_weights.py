@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time that a product with weights of 8 bits is expected to take, by which a configuration is chosen."""
+"""The time that a product with weights of 8 or 4 bits is expected to take, by which a configuration is chosen."""
 
 import functools
 import math
@@ -13,14 +13,14 @@ from .kernel_int8_weights import Config
 
 
 @functools.lru_cache(4096)
-def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
+def default_config(m: int, n: int, k: int, num_sms: int = 132, bits: int = 8) -> Config:
     """The configuration of the least predicted time for an (m, k) by (k, n) product."""
-    return ranked(m, n, k, 1, num_sms)[0]
+    return ranked(m, n, k, 1, num_sms, bits)[0]
 
 
-def ranked(m: int, n: int, k: int, count: int, num_sms: int = 132) -> list[Config]:
+def ranked(m: int, n: int, k: int, count: int, num_sms: int = 132, bits: int = 8) -> list[Config]:
     """The `count` configurations of the least predicted time, the best first: those that are worth timing."""
-    return sorted(candidates(m, n, k, num_sms), key=lambda config: predict(config, m, n, k, num_sms))[:count]
+    return sorted(candidates(m, n, k, num_sms), key=lambda config: predict(config, m, n, k, num_sms, bits))[:count]
 
 
 def candidates(m: int, n: int, k: int, num_sms: int):
@@ -39,14 +39,14 @@ def candidates(m: int, n: int, k: int, num_sms: int):
                     yield Config(128, tile_n, tile_k=tile_k, **parts)
 
 
-def predict(c: Config, m: int, n: int, k: int, num_sms: int) -> float:
-    """Microseconds of the product on one H200."""
+def predict(c: Config, m: int, n: int, k: int, num_sms: int, bits: int = 8) -> float:
+    """Microseconds of the product on one H200. Weights of 4 bits are taken to be converted as fast as those of 8."""
     h, adds_parts = cost.H200, c.split_k > 1 and not c.second_kernel
     fit = resident(num_sms, c.cluster_m * c.split_k) if not c.second_kernel else num_sms // c.split_k
     waves = pl.cdiv(pl.cdiv(n, c.tile_m * c.cluster_m) * pl.cdiv(m, c.tile_n), fit)
     values = c.tile_m * c.tile_n
     received = 4 * values * c.split_k // owners(c.tile_n, c.split_k, True, 2) if adds_parts else 0
-    stages = (cost.SMEM_FOR_RING - received) // ((c.tile_m + 2 * c.tile_n) * c.tile_k)
+    stages = (cost.SMEM_FOR_RING - received) // ((c.tile_m * bits // 8 + 2 * c.tile_n) * c.tile_k)
     if stages < 2:
         return math.inf
     # One warpgroup converts while the other multiplies, at best.
@@ -59,7 +59,7 @@ def predict(c: Config, m: int, n: int, k: int, num_sms: int) -> float:
     elif c.second_kernel:
         time += h.second_kernel + 8e-6 * c.split_k * m * n / h.read
     start = h.start * (waves if c.split_k > 1 else 1)  # A block of parts computes one tile.
-    return start + cost.longer(time, (n * k + 2 * m * (n + k)) / h.read / 1e6)
+    return start + cost.longer(time, (n * k * bits / 8 + 2 * m * (n + k)) / h.read / 1e6)
 
 
 LEAST_OVERLAP = 128  # Rows of a tile from which on a product of one wave overlaps conversion with products.
