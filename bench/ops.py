@@ -38,6 +38,7 @@ class Op:
 VALUES = {
     "normal": lambda x: x,
     "positive": np.abs,
+    "zeros": lambda x: np.round(np.abs(x)),
     "negative": lambda x: -np.abs(x),
     "share": lambda x: 1 / (1 + np.exp(x)),
     "unit": lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True),
@@ -71,6 +72,7 @@ GROUPS = np.array([5, 0, 11], np.int32)
 LOGITS = ("scale", "logits_soft_cap", "local_window_size", "return_lse")
 CROSS_ENTROPY = ("ignore_index", "label_smoothing", "z_loss", "logits_soft_cap", "return_lse")
 PAGED = dict(k_pages=PAGES, v_pages=PAGES, block_tables=TABLES, kv_lens=LENS)
+WORDS = np.random.default_rng(1).integers(0, 2**32, (16, 16), np.uint32)  # Of 128 by 16 weights of 4 bits.
 HEADS, SEGMENTS = (1, 20, 2, 64), np.repeat(np.array([3, 7], np.int32), (8, 12))[None]
 
 OPS = {
@@ -253,10 +255,21 @@ OPS = {
         more=dict(scale_a=(F32, (20,)), scale_b=(F32, (16,))),
         empty=(dict(a=0), dict(b=1), dict(a=1, b=0)),
     ),
+    "matmul_int4_weights": Op(
+        dict(x=(BF16, (20, 128)), w=WORDS, scales=(BF16, (2, 16))),
+        dict(group_size=64),
+        static=("group_size",),
+        more=dict(zeros=(BF16, (2, 16), "zeros")),
+        empty=(dict(x=0), dict(w=0, scales=1), dict(x=1, w=1, scales=0)),
+    ),
     "matmul_int8_weights": Op(
         dict(a=(BF16, (20, 32)), w_q=(INT8, (32, 16)), scales=(F32, (16,))),
         static=("transpose_w",),
         empty=(dict(a=0), dict(w_q=1, scales=0), dict(a=1, w_q=0)),
+    ),
+    "matmul_mxfp4_weights": Op(
+        dict(x=(BF16, (20, 128)), w=WORDS, scales=WORDS[:2].astype(np.uint16) % 16 + (8 * 257 << 4)),
+        empty=(dict(x=0), dict(w=0, scales=1), dict(x=1, w=1, scales=0)),
     ),
     "matmul_pipelined": Op(
         dict(a=(BF16, (20, 32)), b=(BF16, (32, 24))),

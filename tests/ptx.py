@@ -1,12 +1,12 @@
-"""Carries out PTX without branches, of one block of 128 threads, in NumPy: for what the interpreter does not see, such as
-what a thread's registers hold and how instructions round."""
+"""Carries out PTX without branches, of one block of 128 threads, in NumPy: for what the interpreter does not see, such
+as what a thread's registers hold and how instructions round."""
 
-import math
 import re
 
 import numpy as np
 
 THREADS = 128
+U64 = np.uint64
 
 
 def rounded(x, bits: int, least: int):
@@ -20,108 +20,121 @@ def from_bf16(bits):
 
 
 def to_bf16(x):
-    return (rounded(x, 8, -133).astype(np.float32).view(np.uint32) >> 16).astype(np.uint64)
+    return (rounded(x, 8, -133).astype(np.float32).view(np.uint32) >> 16).astype(U64)
 
 
-def from_f16(bits):
-    return bits.astype(np.uint16).view(np.float16).astype(np.float64)
-
-
-def to_f16(x):
-    return x.astype(np.float16).view(np.uint16).astype(np.uint64)
-
-
-def from_f32(bits):
-    return bits.astype(np.uint32).view(np.float32).astype(np.float64)
-
-
-def to_f32(x):
-    return x.astype(np.float32).view(np.uint32).astype(np.uint64)
-
-
-FLOATS = {"bf16": (from_bf16, to_bf16), "f16": (from_f16, to_f16), "f32": (from_f32, to_f32)}
-ARITHMETIC = {
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c,
+# Of numbers: from bits to float64, and back.
+FLOATS = {
+    "bf16": (from_bf16, to_bf16),
+    "f16": (
+        lambda bits: bits.astype(np.uint16).view(np.float16).astype(np.float64),
+        lambda x: x.astype(np.float16).view(np.uint16).astype(U64),
+    ),
+    "f32": (
+        lambda bits: bits.astype(np.uint32).view(np.float32).astype(np.float64),
+        lambda x: x.astype(np.float32).view(np.uint32).astype(U64),
+    ),
+}
+OF_FLOATS = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
     "neg": lambda a: -a,
-}  # fmt: skip
+    "fma": lambda a, b, c: a * b + c,
+}
+OF_INTEGERS = OF_FLOATS | {
+    "mov": lambda a: a,
+    "cvt": lambda a: a,
+    "cvta": lambda a: a,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "shl": lambda a, b: a << b,
+    "shr": lambda a, b: a >> b,
+    "bfe": lambda a, start, size: a >> start & (U64(1) << size) - U64(1),
+}
+NO_RESULT = re.compile(r"\.reg|elect|bar\.|fence|\.pragma|$")
+
+
+class Threads:
+    """The registers of all threads, in 64 bits each, and the arrays that they read and write."""
+
+    def __init__(self, arrays):
+        self.arrays = [x.view(np.uint8).reshape(-1) for x in arrays]
+        self.registers = {"%tid.x": np.arange(THREADS, dtype=U64)}
+
+    def value(self, name: str):
+        if name in self.registers:
+            return self.registers[name]
+        number = int(name[2:], 16) if name.startswith("0f") else int(name, 0) % 2**64
+        return np.full(THREADS, number, U64)
+
+    def at(self, address: str, nbytes: int):
+        """The array of an address, and where each thread's bytes begin there."""
+        base, _, offset = address.strip("[] ").partition("+")
+        start = self.value(base) + U64(int(offset or 0))
+        return self.arrays[int(start[0] >> U64(40))], start.astype(np.int64) % 2**40 + np.arange(nbytes)[:, None]
+
+    def load(self, targets, address: str, bits: int):
+        array, at = self.at(address, bits // 8 * len(targets))
+        for target, part in zip(targets, np.split(array[at].astype(U64), len(targets)), strict=True):
+            self.registers[target] = sum(byte << U64(8 * i) for i, byte in enumerate(part))
+
+    def store(self, address: str, sources, bits: int):
+        array, at = self.at(address, bits // 8 * len(sources))
+        words = [self.value(x) >> np.arange(0, bits, 8, dtype=U64)[:, None] for x in sources]
+        array[at] = np.concatenate(words) & U64(255)
+
+    def compute(self, name: str, kinds, target: str, sources, bits: int):
+        kind = next((kind for kind in kinds if kind.removesuffix("x2") in FLOATS), None)
+        values = [self.value(x) for x in sources]
+        if name == "cvt" and kind:
+            to, of = (kind for kind in kinds if kind != "rn")
+            number = FLOATS[of][0](values[0]) if of in FLOATS else values[0].astype(np.float64)
+            self.registers[target] = FLOATS[to][1](number)
+        elif kind and kind.endswith("x2"):
+            of, to = FLOATS[kind.removesuffix("x2")]
+            halves = [to(OF_FLOATS[name](*(of(x >> U64(i) & U64(0xFFFF)) for x in values))) for i in (0, 16)]
+            self.registers[target] = halves[0] | halves[1] << U64(16)
+        elif kind and name in OF_FLOATS:
+            of, to = FLOATS[kind]
+            self.registers[target] = to(OF_FLOATS[name](*map(of, values)))
+        else:
+            mask = U64(2 ** (64 if "wide" in kinds else bits) - 1)
+            self.registers[target] = OF_INTEGERS[name](*values) & mask
+
+    def run(self, line: str):
+        opcode, _, rest = line.partition("\t")
+        name, *kinds = opcode.strip().split(".")
+        target, *sources = (x.strip() for x in re.split(r",\s*(?![^{]*\})", rest))
+        bits = max((int(kind[1:]) for kind in kinds if re.fullmatch(r"[bus]\d+", kind)), default=32)
+        names = re.findall(r"%?[\w.]+", target), re.findall(r"%?[\w.]+", sources[0])
+        if name == "shfl":  # The warp's first thread's.
+            of_warp = self.value(sources[0]).reshape(-1, 32)[:, :1]
+            self.registers[target] = of_warp.repeat(32, 1).reshape(-1)
+        elif name == "ld" and kinds[0].startswith("param"):
+            self.registers[target] = np.full(THREADS, int(re.search(r"param_(\d+)\]", rest)[1]) << 40, U64)
+        elif name == "ld":
+            self.load(names[0], sources[0], bits)
+        elif name == "st":
+            self.store(target, names[1], bits)
+        elif name == "mov" and "{" in target:
+            for i, register in enumerate(names[0]):
+                self.registers[register] = self.value(sources[0]) >> U64(i * bits // 2) & U64(2 ** (bits // 2) - 1)
+        elif name == "mov" and "{" in sources[0]:
+            low, high = map(self.value, names[1])
+            self.registers[target] = low | high << U64(bits // 2)
+        else:
+            self.compute(name, kinds, target, sources, bits)
 
 
 def run(ptx: str, *arrays: np.ndarray) -> None:
-    """Runs the one kernel of `ptx`, whose parameters are `arrays`; it may change them. All arithmetic rounds to the
-    nearest, and subnormal numbers stay what they are, as PTX has it without `.ftz`."""
-    memory, starts = [x.view(np.uint8).reshape(-1) for x in arrays], [i << 40 for i in range(len(arrays))]
-    registers: dict[str, np.ndarray] = {}
+    """Runs the one kernel of `ptx`, whose parameters are `arrays`, in the order in which it first reads them; it may
+    change them. All arithmetic rounds to the nearest, and subnormal numbers stay what they are, as PTX has it without
+    `.ftz`; any instruction that is not listed above raises a KeyError."""
+    threads = Threads(arrays)
     body = ptx[ptx.index("{\n") + 1 : ptx.rindex("ret;")]
     body = re.sub(r"// begin inline asm.*?// end inline asm", "", body, flags=re.DOTALL)
-
-    def value(name: str):
-        name = name.strip()
-        if name in registers:
-            return registers[name]
-        if name == "%tid.x":
-            return np.arange(THREADS, dtype=np.uint64)
-        number = int(name, 0) if not name.startswith("-") else int(name, 0) % 2**64
-        return np.full(THREADS, number, np.uint64)
-
-    def access(address: str, size: int):
-        """Where `size` bytes at each thread's address are: (which array, offsets)."""
-        base, _, offset = address.strip("[] ").partition("+")
-        at = value(base) + np.uint64(int(offset or 0))
-        return memory[int(at[0] >> np.uint64(40))], at.astype(np.int64) % 2**40 + np.arange(size)[:, None]
-
-    def as_number(parts):
-        return sum(part.astype(np.uint64) << np.uint64(8 * i) for i, part in enumerate(parts))
-
-    for line in body.split(";"):
-        line = re.sub(r"//.*|^\s*\$.*:$|\.loc.*$", "", line, flags=re.MULTILINE).strip()
-        if not line or re.match(r"\.reg|elect|shfl|bar\.|fence|@|\.pragma", line):
-            if line.startswith("shfl"):  # The warp's first thread's.
-                target, source = re.findall(r"%\w+", line)[:2]
-                registers[target] = value(source).reshape(-1, 32)[:, :1].repeat(32, 1).reshape(-1)
-            continue
-        opcode, _, rest = line.partition("\t")
-        name, *kinds = opcode.strip().split(".")
-        operands = [x.strip() for x in re.split(r",\s*(?![^{]*\})", rest)]
-        bits = max((int(m.group(1)) for kind in kinds if (m := re.fullmatch(r"[bus](\d+)", kind))), default=32)
-        target, mask = operands[0], np.uint64(2**bits - 1)
-        floating = next((kind for kind in kinds if kind.removesuffix("x2") in FLOATS), None)
-        if name == "ld" and "param" in kinds[0]:
-            registers[target] = np.full(THREADS, starts[int(re.search(r"param_(\d+)", rest).group(1))], np.uint64)
-        elif name in ("ld", "st"):
-            where, values = (operands[1], target) if name == "ld" else (target, operands[1])
-            array, at = access(where, bits // 8 * len(values := re.findall(r"%\w+", values)))
-            for i, register in enumerate(values):
-                part = at[i * bits // 8 : (i + 1) * bits // 8]
-                if name == "ld":
-                    registers[register] = as_number(array[part])
-                else:
-                    array[part] = value(register) >> np.arange(0, bits, 8, dtype=np.uint64)[:, None] & np.uint64(255)
-        elif name in ARITHMETIC and floating:
-            of, to = FLOATS[floating.removesuffix("x2")]
-            sources = [value(x) if not x.startswith("0f") else np.full(THREADS, int(x[2:], 16), np.uint64) for x in operands[1:]]
-            half = lambda shift: to(ARITHMETIC[name](*(of(x >> np.uint64(shift) & np.uint64(0xFFFF)) for x in sources)))
-            if floating.endswith("x2"):
-                registers[target] = half(0) | half(16) << np.uint64(16)
-            else:
-                registers[target] = to(ARITHMETIC[name](*map(of, sources)))
-        elif name == "cvt" and floating:
-            source = next(kind for kind in reversed(kinds) if kind != "rn")
-            result = next(kind for kind in kinds if kind != "rn")
-            numbers = FLOATS[source][0](value(operands[1])) if source in FLOATS else value(operands[1]).astype(np.float64)
-            registers[target] = FLOATS[result][1](numbers)
-        elif name in ("cvta", "cvt"):
-            registers[target] = value(operands[1])
-        elif name == "mov" and "{" in target:
-            halves = re.findall(r"%\w+|_", target)
-            for i, register in enumerate(halves):
-                registers[register] = value(operands[1]) >> np.uint64(i * bits // 2) & np.uint64(2 ** (bits // 2) - 1)
-        elif name == "mov" and "{" in operands[1]:
-            low, high = map(value, operands[1].strip("{} ").split(","))
-            registers[target] = low | high << np.uint64(bits // 2)
-        else:
-            a, b, c = [*map(value, operands[1:]), None, None][:3]
-            registers[target] = {
-                "mov": lambda: a, "and": lambda: a & b, "or": lambda: a | b, "xor": lambda: a ^ b, "add": lambda: a + b,
-                "shl": lambda: a << b, "shr": lambda: a >> b, "sub": lambda: a - b, "mul": lambda: a * b,
-                "mad": lambda: a * b + c, "bfe": lambda: a >> b & (np.uint64(1) << c) - np.uint64(1),
-            }[name]() & (mask if "wide" not in kinds else np.uint64(2**64 - 1))  # fmt: skip
+    for statement in body.split(";"):
+        line = re.sub(r"//.*|^\s*\$.*:$|\.loc.*$", "", statement, flags=re.MULTILINE).strip()
+        if not NO_RESULT.match(line):
+            threads.run(line)

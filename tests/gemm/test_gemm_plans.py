@@ -95,6 +95,21 @@ def int8_weights(draw: Draw):
     return functools.partial(cookbook.matmul_int8_weights, **how), avals
 
 
+def int4_weights(draw: Draw):
+    m, n, k, size, dtype = draw.size(), draw.size(), draw.size(8), draw.choice([32, 64, 128]), draw.choice(HALVES)
+    numbers = [aval(draw.choice(FLOATS), -(-k // size), n), aval(draw.choice(["uint8", dtype]), -(-k // size), n)]
+    how = dict(group_size=size, out_dtype=draw.choice(FLOATS))
+    fn = lambda x, w, scales, zeros=None: cookbook.matmul_int4_weights(x, w, scales, zeros=zeros, **how)
+    return fn, [aval(dtype, m, k), aval("uint32", n, -(-k // 64) * 8), *numbers[: draw.choice([1, 2])]]
+
+
+def mxfp4_weights(draw: Draw):
+    m, n, k = draw.size(), draw.size(), draw.size(8)
+    units, how = -(-k // 64), dict(out_dtype=draw.choice(FLOATS))
+    avals = [aval("bfloat16", m, k), aval("uint32", n, 8 * units), aval("uint16", units, n)]
+    return functools.partial(cookbook.matmul_mxfp4_weights, **how), avals
+
+
 def ragged(draw: Draw, op=cookbook.ragged_dot):
     m, k, groups, flipped = draw.size(), draw.size(8, 8192), draw.groups(), draw.flag()
     n, activation = draw.size(1 if flipped else 8, 8192), draw.choice([None, "swiglu", "silu"])
@@ -146,7 +161,9 @@ def mxfp8(draw: Draw):
 # The problems, and how many are drawn: some hundreds of each were, all of them lowered, when this was written.
 OPS = {
     "matmul": (matmul, 16), "glu": (glu, 12), "ragged_dot": (ragged, 7), "ragged_dot_transposed": (transposed, 10),
-    "matmul_fp8": (fp8, 8), "matmul_int8_weights": (int8_weights, 7), "ragged_dot_fp8": (ragged_fp8, 8),
+    "matmul_fp8": (fp8, 8), "matmul_int8_weights": (int8_weights, 7),
+    "matmul_int4_weights": (int4_weights, 3), "matmul_mxfp4_weights": (mxfp4_weights, 2),
+    "ragged_dot_fp8": (ragged_fp8, 8),
     "ragged_dot_int8_weights": (ragged_int8, 4), "moe": (moe, 2), "matmul_wgmma": (rung(cookbook.matmul_wgmma), 12),
     "matmul_pipelined": (rung(cookbook.matmul_pipelined, activation="relu"), 12), "matmul_blocked": (blocked, 4),
     "blackwell.matmul": (functools.partial(matmul, op=blackwell.matmul), 10), "blackwell.matmul_mxfp8": (mxfp8, 8),

@@ -125,7 +125,7 @@ class E2M1:
         """As `scaled`, of bits, on a CPU, which flushes subnormal numbers to zero."""
         bits = bits.astype(jnp.int32)
         exponent, mantissa = (bits >> 7) & 3, ((bits >> 6) & 1) / 2
-        values = jnp.where(exponent == 0, mantissa, (1 + mantissa) * jnp.exp2(exponent - 1.0))
+        values = jnp.where(exponent == 0, mantissa, (1 + mantissa) / 2 * (1 << exponent))
         scale = lax.bitcast_convert_type(_exponents(of_groups, half), self.dtype).astype(jnp.float32) * 2.0**-126
         return (jnp.where(bits >> 15 == 1, -values, values) * scale[:, None]).astype(self.dtype)
 

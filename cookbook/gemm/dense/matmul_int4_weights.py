@@ -37,10 +37,14 @@ GROUPS = 32, 64, 128  # Sizes of groups along K.
 
 def matmul_int4_weights_reference(x, w, scales, zeros=None, group_size=128, weight_dtype=jnp.bfloat16):
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    of_rows = lambda groups: jnp.repeat(groups.astype(dtype), group_size, axis=0)[: x.shape[1]]
-    q = integers(w)[:, : x.shape[1]].T.astype(dtype)
-    weights = (q - (8 if zeros is None else of_rows(zeros))) * of_rows(scales)
-    return exact_product(x, weights.astype(weight_dtype))
+    return exact_product(x, weights_reference(w, scales, zeros, group_size, x.shape[1], dtype).astype(weight_dtype))
+
+
+def weights_reference(w, scales, zeros, group_size, k, dtype):
+    """The (K, N) weights."""
+    of_rows = lambda groups: jnp.repeat(groups.astype(dtype), group_size, axis=0)[:k]
+    q = integers(w)[:, :k].T.astype(dtype)
+    return (q - (8 if zeros is None else of_rows(zeros))) * of_rows(scales)
 
 
 def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
@@ -66,8 +70,9 @@ def matmul_int4_weights(
     """`x @ ((q - zeros) * scales)`, q being the 4-bit integers of `w`; float32 sums, rounded once.
 
     Weights are packed once, by `cookbook.pack_int4`, or from the layouts of checkpoints by `cookbook.pack_int4_gptq`
-    and `cookbook.pack_int4_awq`. On an automatic mesh JAX gathers sharded operands on every device and says nothing:
-    call it inside `jax.shard_map`. Compiled for Hopper; not run on a GPU yet.
+    and `cookbook.pack_int4_awq`. Compiled for Hopper; not run on a GPU yet.
+
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 
     Args:
       x: (M, K); bfloat16 or float16, K a multiple of 8.

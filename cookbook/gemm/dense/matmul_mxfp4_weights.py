@@ -39,8 +39,8 @@ def matmul_mxfp4_weights_reference(x, w, scales):
 def widened(w, scales, dtype):
     """(..., K, N) weights, K a multiple of 64."""
     exponents = jnp.stack([scales & 255, scales >> 8], axis=-2).reshape(*scales.shape[:-2], -1, scales.shape[-1])
-    scales = jnp.exp2(exponents.astype(dtype) - (127 + E2M1_BIAS))
-    return e2m1(w).mT.astype(dtype) * jnp.repeat(scales, BLOCK, axis=-2)
+    exponents = jnp.repeat(exponents.astype(jnp.int32) - (127 + E2M1_BIAS), BLOCK, axis=-2)
+    return jnp.ldexp(e2m1(w).mT.astype(dtype), exponents)
 
 
 def matmul_mxfp4_weights(
@@ -53,9 +53,10 @@ def matmul_mxfp4_weights(
 ) -> jax.Array:
     """The product of `x` and MXFP4 weights, whose values are exact; float32 sums, rounded once.
 
-    `cookbook.pack_mxfp4` packs weights and scales, once, from gpt-oss's layout. On an automatic mesh JAX gathers
-    sharded operands on every device and says nothing: call it inside `jax.shard_map`. Compiled for Hopper; not run on a
-    GPU yet.
+    `cookbook.pack_mxfp4` packs weights and scales, once, from gpt-oss's layout. Compiled for Hopper; not run on a GPU
+    yet.
+
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 
     Args:
       x: (M, K); bfloat16, K a multiple of 8.
