@@ -72,7 +72,7 @@ GROUPS = np.array([5, 0, 11], np.int32)
 LOGITS = ("scale", "logits_soft_cap", "local_window_size", "return_lse")
 CROSS_ENTROPY = ("ignore_index", "label_smoothing", "z_loss", "logits_soft_cap", "return_lse")
 PAGED = dict(k_pages=PAGES, v_pages=PAGES, block_tables=TABLES, kv_lens=LENS)
-WORDS = np.random.default_rng(1).integers(0, 2**32, (16, 16), np.uint32)  # Of 128 by 16 weights of 4 bits.
+WORDS = np.random.default_rng(1).integers(0, 2**32, (16, 16), np.uint32)  # 128 by 16 weights of 4 bits.
 HEADS, SEGMENTS = (1, 20, 2, 64), np.repeat(np.array([3, 7], np.int32), (8, 12))[None]
 
 OPS = {

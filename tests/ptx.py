@@ -23,7 +23,7 @@ def to_bf16(x):
     return (rounded(x, 8, -133).astype(np.float32).view(np.uint32) >> 16).astype(U64)
 
 
-# Of numbers: from bits to float64, and back.
+# From bits to float64, and back.
 FLOATS = {
     "bf16": (from_bf16, to_bf16),
     "f16": (

@@ -43,7 +43,7 @@ HELD = 24  # Weights may be held as 2^-24 of what they are, so that scales that 
 class Integers:
     """Integers from 0 to 15, less a zero point, times a scale for each group along K."""
 
-    dtype: jnp.dtype  # Of the weights in registers.
+    dtype: jnp.dtype  # The dtype of weights in registers.
     scale_dtype: jnp.dtype
     group_size: int
     zeros_dtype: jnp.dtype | None = None  # None: all zero points are 8.
@@ -130,7 +130,7 @@ class E2M1:
         return (jnp.where(bits >> 15 == 1, -values, values) * scale[:, None]).astype(self.dtype)
 
 
-# What is added to an e8m0 byte: a scale then is 2^126 times as large, and 2^-HELD.
+# Added to an e8m0 byte, this makes a scale 2^126 times as large, and 2^-HELD.
 E2M1_BIAS = 126 - HELD
 
 

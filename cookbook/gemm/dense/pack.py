@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ... import _host
 from .four_bits import E2M1_BIAS, MAGNITUDES, PAIRS, SIGNS, UNIT, WORDS
 
-NIBBLES = 8  # Of a 32-bit word of a checkpoint.
+NIBBLES = 8  # Weights in a 32-bit word of a checkpoint.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # Which of 8 columns each nibble of a word holds, from the lowest one on.
 
 
@@ -19,7 +19,7 @@ def pack_int4(w: jax.Array) -> jax.Array:
     """Integers from -8 to 7 as `cookbook.matmul_int4_weights` reads them.
 
     Args:
-      w: (K, N); int8. Of other values the lowest four bits count.
+      w: (K, N); int8. The lowest four bits of other values count.
 
     Returns:
       (N, 8 ceil(K / 64)); uint32. `cookbook.unpack_int4` is the inverse.
