@@ -30,7 +30,9 @@ from .gemm import (
     moe,
     ragged_dot,
     ragged_dot_fp8,
+    ragged_dot_int4_weights,
     ragged_dot_int8_weights,
+    ragged_dot_mxfp4_weights,
     ragged_dot_transposed,
 )
 from .gemm import pack_int4 as pack_int4
@@ -89,7 +91,9 @@ __all__ = [
     "paged_attention",
     "ragged_dot",
     "ragged_dot_fp8",
+    "ragged_dot_int4_weights",
     "ragged_dot_int8_weights",
+    "ragged_dot_mxfp4_weights",
     "ragged_dot_transposed",
     "ragged_paged_attention",
     "reduce_scatter",

@@ -20,7 +20,9 @@ from .experts import moe as moe
 from .gated import glu as glu
 from .grouped import ragged_dot as ragged_dot
 from .grouped import ragged_dot_fp8 as ragged_dot_fp8
+from .grouped import ragged_dot_int4_weights as ragged_dot_int4_weights
 from .grouped import ragged_dot_int8_weights as ragged_dot_int8_weights
+from .grouped import ragged_dot_mxfp4_weights as ragged_dot_mxfp4_weights
 from .grouped import ragged_dot_transposed as ragged_dot_transposed
 from .rungs import matmul_blocked as matmul_blocked
 from .rungs import matmul_pipelined as matmul_pipelined

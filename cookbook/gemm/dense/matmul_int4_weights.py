@@ -93,51 +93,59 @@ def matmul_int4_weights(
     """
     op = "matmul_int4_weights"
     x, w, scales = (_host.as_array(op, name, value) for name, value in (("x", x), ("w", w), ("scales", scales)))
-    group_size = _host.option(op, "group_size", group_size, int)
-    if group_size not in GROUPS:
-        raise ValueError(
-            f"{_host.PACKAGE}.{op}: {group_size=}; must be one of {GROUPS}: repeat the scales of larger ones"
-        )
+    group_size = size_of_groups(op, group_size)
     m, n, k = check_sizes(op, x, w, (jnp.bfloat16, jnp.float16))
-    groups = -(-k // group_size), n
-    if scales.shape != groups or not jnp.issubdtype(scales.dtype, jnp.floating):
-        raise ValueError(
-            f"{_host.PACKAGE}.{op}: {scales.shape=}, {scales.dtype=}; must be {groups}, floats, one for each group"
-        )
-    scales = scales.astype(jnp.float32) if scales.dtype.itemsize > 4 else scales
-    of_groups = [scales]
-    if zeros is not None:
-        zeros = _host.as_array(op, "zeros", zeros)
-        if zeros.shape != groups or zeros.dtype == jnp.bool_:
-            raise ValueError(
-                f"{_host.PACKAGE}.{op}: {zeros.shape=}, {zeros.dtype=}; must be {groups}, an integer for each scale"
-            )
-        of_groups.append(zeros if zeros.dtype in (jnp.uint8, x.dtype) else zeros.astype(x.dtype))
-    zeros_dtype = of_groups[1].dtype if zeros is not None else None
-    form = Integers(x.dtype, scales.dtype, group_size, zeros_dtype)
+    of_groups, form = check_groups(op, scales, zeros, (-(-k // group_size), n), group_size, x.dtype)
     return product(op, x, w, of_groups, form, (m, n, k), out_dtype, config)
 
 
 matmul_int4_weights.Config = Config  # `cookbook.matmul_int4_weights` is this function, not its module.
 
 
-def check_sizes(op: str, x, w, dtypes) -> tuple[int, int, int]:
-    """M, N and K of the product of x and packed weights; `dtypes` are those that x may have."""
+def size_of_groups(op: str, group_size) -> int:
+    group_size = _host.option(op, "group_size", group_size, int)
+    if group_size not in GROUPS:
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: {group_size=}; must be one of {GROUPS}: repeat the scales of larger ones"
+        )
+    return group_size
+
+
+def check_sizes(op: str, x, w, dtypes, name: str = "x", grouped: bool = False) -> tuple[int, int, int]:
+    """M, N and K of the product of x, of this `name`, and packed weights; `dtypes` are those that x may have."""
     if x.dtype not in dtypes or w.dtype != jnp.uint32:
         names = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
-        raise ValueError(f"{_host.PACKAGE}.{op}: {x.dtype=}, {w.dtype=}; must be {names}, and uint32: pack the weights")
-    if x.ndim != 2 or w.ndim != 2:
+        found = f"{name}.dtype={x.dtype}, {w.dtype=}"
+        raise ValueError(f"{_host.PACKAGE}.{op}: {found}; must be {names}, and uint32: pack the weights")
+    if x.ndim != 2 or w.ndim != 2 + grouped:
+        rule = "be (M, K) and a matrix for each group" if grouped else "both be matrices: use jax.vmap for batches"
+        raise ValueError(f"{_host.PACKAGE}.{op}: {name}.shape={x.shape}, {w.shape=}; must {rule}")
+    arguments.require_rows(op, name, x)
+    (m, k), (n, words) = x.shape, w.shape[-2:]
+    if words != num_words(k):
         raise ValueError(
-            f"{_host.PACKAGE}.{op}: {x.shape=}, {w.shape=}; must both be matrices: use jax.vmap for batches"
-        )
-    arguments.require_rows(op, "x", x)
-    (m, k), n = x.shape, w.shape[0]
-    if w.shape[1] != num_words(k):
-        raise ValueError(
-            f"{_host.PACKAGE}.{op}: {w.shape=} beside K = {k} of x; must be (N, {num_words(k)}), 8 for each 64 of K"
+            f"{_host.PACKAGE}.{op}: {w.shape=} beside K = {k} of {name}; must end with {num_words(k)}, 8 per 64 of K"
         )
     _host.require_indices(op, M=m, N=n, K=k)
     return m, n, k
+
+
+def check_groups(op: str, scales, zeros, groups: tuple[int, ...], group_size: int, dtype) -> tuple[list, Integers]:
+    """The arrays of the shape `groups` as the kernel reads them, and the format; `dtype` is that of x."""
+    if scales.shape != groups or not jnp.issubdtype(scales.dtype, jnp.floating):
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: {scales.shape=}, {scales.dtype=}; must be {groups}, floats, one for each group"
+        )
+    of_groups = [scales.astype(jnp.float32) if scales.dtype.itemsize > 4 else scales]
+    if zeros is not None:
+        zeros = _host.as_array(op, "zeros", zeros)
+        if zeros.shape != groups or zeros.dtype == jnp.bool_:
+            raise ValueError(
+                f"{_host.PACKAGE}.{op}: {zeros.shape=}, {zeros.dtype=}; must be {groups}, an integer for each scale"
+            )
+        of_groups.append(zeros if zeros.dtype in (jnp.uint8, dtype) else zeros.astype(dtype))
+    zeros_dtype = None if zeros is None else of_groups[1].dtype
+    return of_groups, Integers(dtype, of_groups[0].dtype, group_size, zeros_dtype)
 
 
 def product(op: str, x, w, of_groups, form: Integers | E2M1, sizes, out_dtype, config):

@@ -19,30 +19,32 @@ def pack_int4(w: jax.Array) -> jax.Array:
     """Integers from -8 to 7 as `cookbook.matmul_int4_weights` reads them.
 
     Args:
-      w: (K, N); int8. The lowest four bits of other values count.
+      w: (..., K, N); int8. The lowest four bits of other values count.
 
     Returns:
-      (N, 8 ceil(K / 64)); uint32. `cookbook.unpack_int4` is the inverse.
+      (..., N, 8 ceil(K / 64)); uint32. `cookbook.unpack_int4` is the inverse.
 
     Raises:
       ValueError: a rank or dtype is not supported.
     """
-    w = _of_kind("pack_int4", "w", w, "int8", jnp.int8, 2)
-    return _words((w.T + 8).astype(jnp.uint8) & 15, _nibble)
+    w = _of_kind("pack_int4", "w", w, "int8", jnp.int8)
+    if w.ndim < 2:
+        raise ValueError(f"{_host.PACKAGE}.pack_int4: {w.shape=}; must be (..., K, N)")
+    return _words((w.mT + 8).astype(jnp.uint8) & 15, _nibble)
 
 
 def unpack_int4(words: jax.Array, k: int) -> jax.Array:
-    """(K, N) int8 integers from -8 to 7, which `cookbook.pack_int4` packed as (N, 8 ceil(K / 64)) uint32 `words`.
+    """(..., K, N) int8 integers from -8 to 7, which `cookbook.pack_int4` packed as (..., N, 8 ceil(K / 64)) uint32.
 
     Raises:
       ValueError: a rank or dtype is not supported, or `words` are of another K than `k`.
     """
-    words = _of_kind("unpack_int4", "words", words, "uint32", jnp.uint32, 2)
-    if words.shape[1] != num_words(k):
+    words = _of_kind("unpack_int4", "words", words, "uint32", jnp.uint32)
+    if words.ndim < 2 or words.shape[-1] != num_words(k):
         raise ValueError(
             f"{_host.PACKAGE}.unpack_int4: {words.shape=}, {k=}; must have {num_words(k)} columns, 8 for each 64 of k"
         )
-    return integers(words)[:, :k].T.astype(jnp.int8) - 8
+    return integers(words)[..., :k].mT.astype(jnp.int8) - 8
 
 
 def pack_int4_gptq(qweight, qzeros, scales, *, g_idx=None, zeros_less_one: bool = True):
