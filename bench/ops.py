@@ -72,7 +72,8 @@ GROUPS = np.array([5, 0, 11], np.int32)
 LOGITS = ("scale", "logits_soft_cap", "local_window_size", "return_lse")
 CROSS_ENTROPY = ("ignore_index", "label_smoothing", "z_loss", "logits_soft_cap", "return_lse")
 PAGED = dict(k_pages=PAGES, v_pages=PAGES, block_tables=TABLES, kv_lens=LENS)
-WORDS = np.random.default_rng(1).integers(0, 2**32, (16, 16), np.uint32)  # 128 by 16 weights of 4 bits.
+MATRICES = np.random.default_rng(1).integers(0, 2**32, (3, 16, 16), np.uint32)  # 128 by 16 weights of 4 bits each.
+WORDS, E2M1_SCALES = MATRICES[0], MATRICES[1, :2].astype(np.uint16) % 16 + (8 * 257 << 4)
 HEADS, SEGMENTS = (1, 20, 2, 64), np.repeat(np.array([3, 7], np.int32), (8, 12))[None]
 
 OPS = {
@@ -268,7 +269,7 @@ OPS = {
         empty=(dict(a=0), dict(w_q=1, scales=0), dict(a=1, w_q=0)),
     ),
     "matmul_mxfp4_weights": Op(
-        dict(x=(BF16, (20, 128)), w=WORDS, scales=WORDS[:2].astype(np.uint16) % 16 + (8 * 257 << 4)),
+        dict(x=(BF16, (20, 128)), w=WORDS, scales=E2M1_SCALES),
         empty=(dict(x=0), dict(w=0, scales=1), dict(x=1, w=1, scales=0)),
     ),
     "matmul_pipelined": Op(
@@ -325,6 +326,18 @@ OPS = {
         static=("transpose_rhs",),
         more=dict(group_offset=np.array(1, np.int32)),
         empty=(dict(lhs=0, scale_lhs=0), dict(rhs=0, scale_rhs=0, group_sizes=0)),
+    ),
+    "ragged_dot_int4_weights": Op(
+        dict(lhs=(BF16, (20, 128)), w=MATRICES, scales=(BF16, (3, 2, 16)), group_sizes=GROUPS),
+        dict(group_size=64),
+        static=("group_size",),
+        more=dict(zeros=(BF16, (3, 2, 16), "zeros"), group_offset=np.array(1, np.int32)),
+        empty=(dict(lhs=0), dict(w=0, scales=0, group_sizes=0)),
+    ),
+    "ragged_dot_mxfp4_weights": Op(
+        dict(lhs=(BF16, (20, 128)), w=MATRICES, scales=np.stack([E2M1_SCALES] * 3), group_sizes=GROUPS),
+        more=dict(group_offset=np.array(1, np.int32)),
+        empty=(dict(lhs=0), dict(w=0, scales=0, group_sizes=0)),
     ),
     "ragged_dot_int8_weights": Op(
         dict(lhs=(BF16, (20, 32)), rhs=(INT8, (3, 32, 16)), scales=(F32, (3, 16)), group_sizes=GROUPS),

@@ -14,6 +14,7 @@ NOT_TIMED = {
     "fuse": "it is what `add` is made of",
     "linear_attention": "it is `ssd` without gates",
     "merge_attention": "XLA computes it",
+    "ragged_dot_int4_weights": "there is no peer: no library has this product",
     "ragged_dot_int8_weights": "there is no peer: no library has this product",
     "rope_write_kv": "chapter 22 times it as a part of a step",
     "write_kv": "chapter 22 times it as a part of a step",

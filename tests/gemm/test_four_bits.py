@@ -18,6 +18,9 @@ from tests import ptx
 from tests.arrays import array
 
 int4, mxfp4 = (inspect.getmodule(op) for op in (cookbook.matmul_int4_weights, cookbook.matmul_mxfp4_weights))
+ragged_int4, ragged_mxfp4 = map(
+    inspect.getmodule, (cookbook.ragged_dot_int4_weights, cookbook.ragged_dot_mxfp4_weights)
+)
 matmul_int4_weights, matmul_mxfp4_weights, Config = int4.matmul_int4_weights, mxfp4.matmul_mxfp4_weights, int4.Config
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -290,3 +293,51 @@ def test_packing_is_of_arrays_alone():
     """So it runs inside jit, and words are those of `pack.num_words`."""
     words = jax.eval_shape(cookbook.pack_int4, jax.ShapeDtypeStruct((72, 8), jnp.int8))
     assert words.shape == (8, pack.num_words(72)) == (8, 16)
+
+
+# Groups of rows -------------------------------------------------------------------------------------------------------
+
+SIZES = [33, 0, 40, 7]
+POISON = 9  # Rows of no group, which are NaN.
+
+
+def rows_of_groups(k, dtype=BF16):
+    rows = sum(SIZES)
+    x = np.random.default_rng(k).normal(size=(rows + POISON, k)) + 0.1
+    return array(x, dtype).at[rows:].set(jnp.nan), array(SIZES, jnp.int32)
+
+
+def test_groups_of_integers():
+    rng, n, k = np.random.default_rng(3), 77, 136
+    w = cookbook.pack_int4(array(rng.integers(-8, 8, size=(4, k, n)), jnp.int8))
+    scales, zeros = (jnp.stack(x) for x in zip(*(groups(rng, k, n, 64, F16, jnp.uint8) for _ in SIZES), strict=True))
+    x, sizes = rows_of_groups(k)
+    how = dict(zeros=zeros, group_size=64)
+    fns = cookbook.ragged_dot_int4_weights, ragged_int4.ragged_dot_int4_weights_reference
+    fn, reference = (lambda *args, fn=fn: fn(*args, **how) for fn in fns)
+    lab.check(fn, reference, x, w, scales, sizes)
+
+
+@pytest.mark.parametrize("config", [None, Config(128, 16, tile_k=256, cluster_m=2)])
+def test_groups_of_mxfp4(config):
+    w, scales = cookbook.pack_mxfp4(*checkpoint(np.random.default_rng(4), 144, 160, lead=(4,)))
+    x, sizes = rows_of_groups(160)
+    fn = functools.partial(cookbook.ragged_dot_mxfp4_weights, config=config)
+    lab.check(fn, ragged_mxfp4.ragged_dot_mxfp4_weights_reference, x, w, scales, sizes, gpu="h200" if config else None)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(w=W), r"w.shape=\(16, 16\); must be \(M, K\) and a matrix for each group"),
+        (dict(lhs=ones(8, 64)), "beside K = 64 of lhs; must end with 8"),
+        (dict(scales=ones(2, 2, 16)), r"must be \(2, 2, 16\) and uint16"),
+        (dict(out_dtype=F32), "must be bfloat16 or float16, because tiles are transposed"),
+        (dict(config=Config(128, 16, split_k=2)), "must be of split_k=1"),
+        (dict(group_sizes=np.array([9, 0])), "ends at row 9 of 8"),
+    ],
+)
+def test_errors_of_groups_name_the_rule(change, message):
+    args = dict(lhs=MX[0], w=ones(2, 16, 16, dtype=jnp.uint32), scales=ones(2, 2, 16, dtype=jnp.uint16))
+    with pytest.raises(ValueError, match=message):
+        cookbook.ragged_dot_mxfp4_weights(**(args | dict(group_sizes=jnp.array([3, 5])) | change))

@@ -145,6 +145,13 @@ def ragged_int8(draw: Draw):
     return fn, [aval(draw.choice(HALVES), m, k), rhs, aval("float32", groups, n), aval("int32", groups)]
 
 
+def ragged_four_bits(draw: Draw, op, size: int):
+    m, n, k, groups = draw.size(), draw.size(1, 8192), draw.size(8, 8192), draw.groups()
+    of_groups = aval("bfloat16" if size == 128 else "uint16", groups, -(-k // size), n)
+    avals = [aval("bfloat16", m, k), aval("uint32", groups, n, -(-k // 64) * 8), of_groups, aval("int32", groups)]
+    return functools.partial(op, out_dtype=draw.choice(HALVES)), avals
+
+
 def moe(draw: Draw):
     tokens, hidden, inner, experts = draw.size(1, 4096), draw.size(8, 4096), draw.size(8, 2048), draw.groups()
     fn = functools.partial(cookbook.moe, top_k=draw.randrange(1, min(experts, 8) + 1))
@@ -164,7 +171,10 @@ OPS = {
     "matmul_fp8": (fp8, 8), "matmul_int8_weights": (int8_weights, 7),
     "matmul_int4_weights": (int4_weights, 3), "matmul_mxfp4_weights": (mxfp4_weights, 2),
     "ragged_dot_fp8": (ragged_fp8, 8),
-    "ragged_dot_int8_weights": (ragged_int8, 4), "moe": (moe, 2), "matmul_wgmma": (rung(cookbook.matmul_wgmma), 12),
+    "ragged_dot_int8_weights": (ragged_int8, 4),
+    "ragged_dot_int4_weights": (functools.partial(ragged_four_bits, op=cookbook.ragged_dot_int4_weights, size=128), 1),
+    "ragged_dot_mxfp4_weights": (functools.partial(ragged_four_bits, op=cookbook.ragged_dot_mxfp4_weights, size=64), 2),
+     "moe": (moe, 2), "matmul_wgmma": (rung(cookbook.matmul_wgmma), 12),
     "matmul_pipelined": (rung(cookbook.matmul_pipelined, activation="relu"), 12), "matmul_blocked": (blocked, 4),
     "blackwell.matmul": (functools.partial(matmul, op=blackwell.matmul), 10), "blackwell.matmul_mxfp8": (mxfp8, 8),
     "blackwell.ragged_dot": (functools.partial(ragged, op=blackwell.ragged_dot), 7),
