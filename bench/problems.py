@@ -47,8 +47,9 @@ delta_rule, delta_rule_step, ssd, ssd_step = map(
     inspect.getmodule,
     (cookbook.gated_delta_rule, cookbook.gated_delta_rule_step, cookbook.ssd, cookbook.ssd_step),
 )
-matmul_int4_weights, matmul_mxfp4_weights = map(
-    inspect.getmodule, (cookbook.matmul_int4_weights, cookbook.matmul_mxfp4_weights)
+matmul_int4_weights, matmul_mxfp4_weights, ragged_dot_mxfp4_weights = map(
+    inspect.getmodule,
+    (cookbook.matmul_int4_weights, cookbook.matmul_mxfp4_weights, cookbook.ragged_dot_mxfp4_weights),
 )
 kda, kda_step = map(inspect.getmodule, (cookbook.kda, cookbook.kda_step))
 causal_conv1d, causal_conv1d_step = map(inspect.getmodule, (cookbook.causal_conv1d, cookbook.causal_conv1d_step))
@@ -1005,6 +1006,23 @@ def _ragged_transposed(m, k, n, sizes, target=None, **kwargs):
                 **kwargs)  # fmt: skip
 
 
+def _ragged_mxfp4_weights(m, n, k, sizes, **kwargs):
+    """Rates of few rows are those of reading the experts that have rows. `ragged_dot` gets weights of 16 bits."""
+    op, sizes = ragged_dot_mxfp4_weights, np.asarray(sizes, np.int32)
+    g, touched = len(sizes), int(np.count_nonzero(sizes))
+    ones = np.full((g, -(-k // 64), n), 229 * 257, np.uint16)  # Scales of 1.
+    return Case("ragged_dot_mxfp4_weights", ((m, k), (g, n, num_words(k))), BF16,
+                lambda lhs, w, scales, sizes, wide=None: cookbook.ragged_dot_mxfp4_weights(lhs, w, scales, sizes),
+                lambda lhs, w, scales, sizes, wide=None: op.ragged_dot_mxfp4_weights_reference(lhs, w, scales, sizes),
+                {"ragged_dot": lambda lhs, w, scales, sizes, wide: cookbook.ragged_dot(lhs, wide, sizes)},
+                op.flops(int(sizes.sum()), n, k), op.bytes_moved(m, n, k, touched), f"{m}x{n}x{k}_g{g}",
+                dtypes=(BF16, jnp.uint32), integers=(ones, sizes),
+                derive=lambda lhs, w, scales, sizes: matmul_mxfp4_weights.widened(w, scales, BF16)[:, :k],
+                tune=lambda lhs, w, scales, sizes, *_: lab.autotune(
+                    cookbook.ragged_dot_mxfp4_weights, lhs, w, scales, sizes, configs=op.ranked(m, n, k, g, TO_TUNE)),
+                **kwargs)  # fmt: skip
+
+
 def _ragged_fp8(m, n, k, sizes, **kwargs):
     """Scales of blocks of 128."""
     sizes = np.asarray(sizes, np.int32)
@@ -1206,6 +1224,8 @@ CASES += [
     _ragged(512, 1536, 4096, routed(64, 8, 128), target=Target(None, rate=3.6), reads_weights=True),
     _ragged_transposed(131072, 4096, 1536, skewed(131072, 128, 1.0), Target(None, rate=600), headline=True),
     _ragged_transposed(16384, 4096, 4096, FEW_LARGE, Target(None, rate=600)),
+    _ragged_mxfp4_weights(256, 2880, 2880, routed(64, 4, 32), target=Target(None, rate=3.0), reads_weights=True),
+    _ragged_mxfp4_weights(16384, 2880, 2880, routed(4096, 4, 32), target=Target("ragged_dot", 0.9)),
     _ragged_fp8(32768, 4096, 7168, [8192] * 4, target=Target(None, rate=1000), headline=True),
     _moe(8192, 128, 8, 2048, 768, target=Target("products", 0.8), headline=True),
 ]

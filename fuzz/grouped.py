@@ -214,7 +214,7 @@ def mxfp4_reference(case, lhs, blocks, scales, group_sizes, group_offset=None):
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     values = np.concatenate([magnitudes, -magnitudes])[np.stack([blocks & 15, blocks >> 4], axis=-1)]
     rhs = values.reshape(*scales.shape, 32) * 2.0 ** (scales.astype(np.float64)[..., None] - 127)
-    return [grouped(case, lhs, rhs.reshape(*scales.shape[:2], -1).swapaxes(1, 2))]
+    return [grouped(case, lhs, rhs.reshape(*scales.shape[:2], 32 * scales.shape[2]).swapaxes(1, 2))]
 
 
 # Sums along groups ---------------------------------------------------------------------------------------------------

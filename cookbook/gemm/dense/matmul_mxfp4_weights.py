@@ -38,7 +38,9 @@ def matmul_mxfp4_weights_reference(x, w, scales):
 
 def widened(w, scales, dtype):
     """(..., K, N) weights, K a multiple of 64."""
-    exponents = jnp.stack([scales & 255, scales >> 8], axis=-2).reshape(*scales.shape[:-2], -1, scales.shape[-1])
+    exponents = jnp.stack([scales & 255, scales >> 8], axis=-2).reshape(
+        *scales.shape[:-2], 2 * scales.shape[-2], scales.shape[-1]
+    )
     exponents = jnp.repeat(exponents.astype(jnp.int32) - (127 + E2M1_BIAS), BLOCK, axis=-2)
     return jnp.ldexp(e2m1(w).mT.astype(dtype), exponents)
 

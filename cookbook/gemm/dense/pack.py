@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ... import _host
-from .four_bits import E2M1_BIAS, MAGNITUDES, PAIRS, SIGNS, UNIT, WORDS
+from .four_bits import E2M1_BIAS, MAGNITUDES, PAIRS, SIGNS, UNIT, VALUES, WORDS
 
 NIBBLES = 8  # Weights in a 32-bit word of a checkpoint.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # Which of 8 columns each nibble of a word holds, from the lowest one on.
@@ -120,10 +120,10 @@ def pack_mxfp4(blocks, scales):
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {blocks.shape=}, {scales.shape=}; must be (..., N, K / 32, 16) and (..., N, K / 32)"
         )
-    values = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-2], -1)
+    values = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape[:-1], 32 * scales.shape[-1])
     exponents = jnp.clip(scales.astype(jnp.int32) + E2M1_BIAS, 0, 255).astype(jnp.uint16)
     exponents = jnp.pad(exponents, [(0, 0)] * (scales.ndim - 1) + [(0, scales.shape[-1] % 2)])
-    pairs = exponents.reshape(*exponents.shape[:-1], -1, 2)
+    pairs = exponents.reshape(*exponents.shape[:-1], exponents.shape[-1] // 2, 2)
     return _words(values, _e2m1), (pairs[..., 0] | pairs[..., 1] << 8).mT
 
 
@@ -144,10 +144,12 @@ def _words(values, placed):
     """(..., rows, K) values of 4 bits in words; `placed(pair, value)` puts one into 16 bits."""
     *rows, k = values.shape
     values = jnp.pad(values.astype(jnp.uint32), [(0, 0)] * len(rows) + [(0, -k % UNIT)])
-    units = values.reshape(*rows, -1, 2, PAIRS, WORDS // 2, 2)  # (unit, part, pair, lane, half) of K.
+    units = values.reshape(
+        *rows, num_words(k) // WORDS, 2, PAIRS, WORDS // 2, 2
+    )  # (unit, part, pair, lane, half) of K.
     halves = sum(placed(pair, units[..., pair, :, :]) for pair in range(PAIRS))  # (unit, part, lane, half).
     words = halves[..., 0] | halves[..., 1] << 16
-    return words.swapaxes(-1, -2).reshape(*rows, -1)
+    return words.swapaxes(-1, -2).reshape(*rows, num_words(k))
 
 
 def _units(words, taken):
@@ -156,7 +158,7 @@ def _units(words, taken):
     words = words.reshape(*rows, count // WORDS, WORDS // 2, 2).swapaxes(-1, -2)
     halves = jnp.stack([words & 0xFFFF, words >> 16], axis=-1)
     values = jnp.stack([taken(pair, halves) for pair in range(PAIRS)], axis=-3)
-    return values.reshape(*rows, -1)
+    return values.reshape(*rows, count * VALUES)
 
 
 def integers(words):
