@@ -2,7 +2,7 @@
 
 On a GPU a kernel is an operation without effects, on the device of its operands. Interpreted, it calls Python back at
 each step, in an order that JAX keeps, and its memory is the process's. JAX refuses that in some places, and gets it
-wrong in others; these are mended here.
+wrong in others; these are put right here.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The error index as one page: each message, what it means, and where appendix B mends it."""
+"""The error index as one page: each message, what it means, and where appendix B fixes it."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Chapter 7's exercises: the moves of a ring, three traces, a kernel to mend, and a budget of registers."""
+"""Chapter 7's exercises: the moves of a ring, three traces, a kernel to fix, and a budget of registers."""
 
 import collections
 import contextlib

@@ -1,4 +1,4 @@
-"""Chapter 11's exercises: two heads that share keys, a schedule of turns, their barriers, and a kernel to mend."""
+"""Chapter 11's exercises: two heads that share keys, a schedule of turns, their barriers, and a kernel to fix."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Chapter 15b's exercises: tokens not known yet, noise of a request, the best token, a loop to mend."""
+"""Chapter 15b's exercises: tokens not known yet, noise of a request, the best token, a loop to fix."""
 
 import functools
 import itertools
@@ -191,7 +191,7 @@ def _values_read(block) -> int:
     return direct + sum(math.prod(event.shape) for event in block.events if event.kind == "load")
 
 
-# Exercise 4: a loop to mend -------------------------------------------------------------------------------------------
+# Exercise 4: a loop to fix --------------------------------------------------------------------------------------------
 
 
 class Refused(Exception):

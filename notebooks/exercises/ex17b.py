@@ -1,4 +1,4 @@
-"""Chapter 17b's exercises: errors written token by token, a triangle to mend, one doubling, and a chunk's new state."""
+"""Chapter 17b's exercises: errors written token by token, a triangle to fix, one doubling, and a chunk's new state."""
 
 import contextlib
 import re

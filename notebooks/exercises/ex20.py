@@ -1,4 +1,4 @@
-"""Chapter 20's exercises: three kernels to be mended, and one wrong result to be read."""
+"""Chapter 20's exercises: three kernels to be fixed, and one wrong result to be read."""
 
 import functools
 
@@ -22,7 +22,7 @@ def _require_mended(answer, reference, shapes, in_flight: int | None = None) -> 
         require_close(out, reference(np.asarray(x, np.float64)), 1e-6, f"float32{list(shape)}")
     require_staged(answer, x, loads=1)
     if "copy_smem_to_gmem" not in str(jax.make_jaxpr(lambda x: answer(x))(x)):
-        raise NotYet("TMA must still store the tiles: keep the copies, and mend what orders them")
+        raise NotYet("TMA must still store the tiles: keep the copies, and fix what orders them")
 
 
 @checker

@@ -1,4 +1,4 @@
-"""Chapter 22's exercises: a norm with its residual, a rotation to mend, gate and up in one tile, a step's time."""
+"""Chapter 22's exercises: a norm with its residual, a rotation to fix, gate and up in one tile, a step's time."""
 
 import inspect
 import itertools
@@ -88,7 +88,7 @@ def _judge_norm(what, y, x, residual, scale):
     require_close(y, _normed(total, scale), 1e-2, what, likely)
 
 
-# Exercise 2: a rotation to mend ---------------------------------------------------------------------------------------
+# Exercise 2: a rotation to fix ----------------------------------------------------------------------------------------
 
 
 @checker

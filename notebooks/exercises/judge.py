@@ -405,7 +405,7 @@ def require_staged(answer, *args, loads: int) -> None:
     way."""
     found = list(equations(jaxpr_of(answer, *args)))
     if sum(equation.primitive.name == "copy_gmem_to_smem" for equation in found) < loads:
-        raise NotYet("what it reads must still be copied to shared memory: keep the copies, and mend what orders them")
+        raise NotYet("what it reads must still be copied to shared memory: keep the copies, and fix what orders them")
     if any(equation.primitive.name in ("get", "load") and "gmem" in str(equation.invars[0].aval) for equation in found):
         raise NotYet("it reads an input in global memory: keep the copies, and use what they bring to shared memory")
 

@@ -71,7 +71,7 @@ def twice(x):
         role, ring = lax.axis_index("role"), Ring(filled, freed, 2)
 
         def one_tile(info, carry):
-            #: count = info.index[0]  # Mend this.
+            #: count = info.index[0]  # Fix this.
             # BEGIN SOLUTION
             count = info.local_index
             # END SOLUTION
@@ -99,7 +99,7 @@ def twice(x):
             ("tile",), thread_axis="role", init_carry=jnp.int32(0)
         )
         #: loop(one_tile)
-        #: turns = tiles  # Mend this, too.
+        #: turns = tiles  # Fix this, too.
         # BEGIN SOLUTION
         turns = loop(one_tile)
         # END SOLUTION
@@ -150,7 +150,7 @@ def quantize(x):
             part = plgpu.load(x_smem.at[:, here], layout=plgpu.Layout.WGMMA)
             largest = jnp.max(jnp.abs(part), axis=1)  # One for each row.
             bits = lax.bitcast_convert_type(largest, jnp.int32)
-            #: exponent = (bits >> 23) - 127  # Mend this.
+            #: exponent = (bits >> 23) - 127  # Fix this.
             # BEGIN SOLUTION
             floor, mantissa = (bits >> 23) - 127, bits & 0x7FFFFF
             exponent = floor - jnp.where(mantissa > 0x600000, 7, 8)

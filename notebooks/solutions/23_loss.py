@@ -13,6 +13,15 @@ exercise-1
   lax.fori_loop(0, vocabulary // (group * PIECE), step, start) => lax.fori_loop(0, 2, step, start)
   group = math.gcd(GROUP, vocabulary // PIECE) => group = 1  # no more than 1,024 columns
   jnp.tanh(x / cap) => jnp.tanh(x * (1 / cap))  # Right.
+  approx_math=False => approx_math=True  # tanh.approx
+  capped(load(x_gmem.at[row, pl.ds((i * group + j) * PIECE, PIECE)])) => load(x_gmem.at[row,
+    pl.ds((i * group + j) * PIECE, PIECE)]) && top = functools.reduce(jnp.maximum, pieces, m_i) => top =
+    functools.reduce(jnp.maximum, [capped(x) for x in pieces], m_i); pieces = [capped(x) for x in pieces]
+    # 2.0 tanh are computed per logit
+  start = full(LOWEST), full(0.0) => largest = lambda i, m_i: functools.reduce(jnp.maximum,
+    [capped(load(x_gmem.at[row, pl.ds((i * group + j) * PIECE, PIECE)])) for j in range(group)], m_i); start =
+    lax.fori_loop(0, vocabulary // (group * PIECE), largest, full(LOWEST)), full(0.0)  # 2.0 passes load the row
+  top, jnp.sum(l_i * exp(m_i - top)) => cap, jnp.sum(l_i * exp(m_i - cap))  # largest capped logit
   lambda logits, labels, cap: statistics(logits, labels)  # without the cap
 exercise-2
   last = load(x_gmem.at[row, pl.ds(start_of_last, PIECE)]) =>
@@ -21,19 +30,24 @@ exercise-2
   store(start_of_last, last) => pass  # are still logits
   column == label - start => column == label  # with
   - is_label) => + is_label)
+  column == label - start => (column == label - start) & (column < 512)
   @pl.loop(0, (vocabulary - 1) // PIECE) => @pl.loop(0, min(2, (vocabulary - 1) // PIECE))
+  @pl.loop(0, (vocabulary - 1) // PIECE) => pieces = [load(x_gmem.at[row, pl.ds(i * PIECE, PIECE)]) for i in
+    range((vocabulary - 1) // PIECE)] && def _(i): => for i, x in enumerate(pieces): && store(i * PIECE,
+    load(x_gmem.at[row, pl.ds(i * PIECE, PIECE)])) => store(i * PIECE, x)  # does not fit in registers
   def row_gradient(label_gmem => def row_gradient(z_gmem, label_gmem && load(x_gmem => load(z_gmem
-    && (labels, lse, weight, x_ref) => (logits, labels, lse, weight, x_ref)  # from one array
+    && (labels, lse, row_weight, x_ref) => (logits, labels, lse, row_weight, x_ref)  # from one array
   def row_gradient(label_gmem => def row_gradient(z_gmem, label_gmem && load(x_gmem => load(z_gmem
-    && (labels, lse, weight, x_ref) => (jax.new_ref(logits), labels, lse, weight, x_ref)
+    && (labels, lse, row_weight, x_ref) => (jax.new_ref(logits), labels, lse, row_weight, x_ref)
   per_row(row_gradient, num_rows) => per_row(row_gradient, num_rows, unsafe_no_auto_barriers=True)
     # takes JAX's barriers away
-  lambda logits, labels, lse, weight: gradient(logits[:, :1024], labels, lse, weight)  # shape
+  lambda logits, labels, lse, row_weight: gradient(logits[:, :1024], labels, lse, row_weight)  # shape
 exercise-3
   has_loss / jnp.maximum(jnp.sum(has_loss), 1) => (has_loss.reshape(-1, rows) / jnp.maximum(has_loss.reshape(-1,
     rows).sum(1, keepdims=True), 1)).reshape(-1) / (len(labels) // rows)  # how the rows are cut
   jnp.maximum(jnp.sum(has_loss), 1) => jnp.sum(has_loss)  # a count of rows is 0
   jnp.maximum(jnp.sum(has_loss), 1) => len(labels)  # in the denominator
+  jnp.maximum(jnp.sum(has_loss), 1) => jnp.maximum(jnp.sum(has_loss), 1).astype(jnp.float16)  # 5,001 rows count
   return has_loss / => return jnp.ones(len(labels)) /  # ignored rows have a weight
   labels != IGNORED => labels == IGNORED  # where no row
   (labels != IGNORED).astype(jnp.float32) => __import__("numpy").float32(labels != IGNORED)  # jax.jit cannot trace it
@@ -48,6 +62,7 @@ exercise-4
   lambda m_i, l_i, at_label, axis: jnp.log(lax.psum(l_i * jnp.exp(m_i), axis)) - lax.psum(at_label, axis)  # infinities
   lax.pmax(m_i, axis) => lax.pmin(m_i, axis)  # larger by 200, there are infinities
   lax.pmax(m_i, axis) => lax.pmean(m_i, axis)
+  lax.pmax(m_i, axis) => jnp.max(lax.pmax(m_i, axis))  # one row's logits larger by 200
   lax.psum(l_i * jnp.exp(m_i - top), axis) => lax.pmean(l_i * jnp.exp(m_i - top), axis)  # element
   lambda m_i, l_i, at_label, axis: jnp.sum(combined_loss(m_i, l_i, at_label, axis))  # one per row
 """
@@ -99,18 +114,19 @@ ex23.check_capped(capped_statistics)
 
 
 # %% exercise-2 needs: parameters setup launch rung-2-kernel
-def any_vocabulary(logits, labels, lse, weight):
+def any_vocabulary(logits, labels, lse, row_weight):
     num_rows, vocabulary = logits.shape
     start_of_last = vocabulary - PIECE
 
     def row_gradient(label_gmem, lse_gmem, weight_gmem, x_gmem):
         row = lax.axis_index("block")
-        label, lse, weight = label_gmem[row], lse_gmem[row], weight_gmem[row]
+        label, lse = label_gmem[row], lse_gmem[row]
+        row_weight = weight_gmem[row]
         column = plgpu.broadcasted_iota(jnp.int32, (PIECE,), 0, layout=LAYOUT)
 
         def store(start, x):
             is_label = jnp.where(column == label - start, 1.0, 0.0)
-            g = weight * (exp(x - lse) - is_label)
+            g = row_weight * (exp(x - lse) - is_label)
             x_gmem[row, pl.ds(start, PIECE)] = g.astype(x_gmem.dtype)
 
         # BEGIN SOLUTION
@@ -128,7 +144,7 @@ def any_vocabulary(logits, labels, lse, weight):
         # END SOLUTION
 
     x_ref = jax.new_ref(logits)
-    per_row(row_gradient, num_rows)(labels, lse, weight, x_ref)
+    per_row(row_gradient, num_rows)(labels, lse, row_weight, x_ref)
     return jax.freeze(x_ref)
 
 

@@ -230,7 +230,7 @@ def check_gradients(args, tolerance=2**-7, **how):
     [
         dict(length=130, heads=2, key_dim=128),
         dict(lens=[70, 0, 30], padding=5, value_dim=128),
-        slow(dict(lens=[70, 0, 1, 130], padding=5, heads=4, key_heads=2, key_dim=128, value_dim=128)),
+        slow(dict(lens=[70, 0, 1, 130], padding=5, heads=2, key_heads=1, key_dim=128, value_dim=128)),
         slow(dict(length=64, batch=2, heads=3, dtype=jnp.float16)),
         slow(dict(length=100, beta=0.0)),
         slow(dict(length=100, correlated=0.5, beta=1.0)),
