@@ -21,6 +21,7 @@ int4, mxfp4 = (inspect.getmodule(op) for op in (cookbook.matmul_int4_weights, co
 ragged_int4, ragged_mxfp4 = map(
     inspect.getmodule, (cookbook.ragged_dot_int4_weights, cookbook.ragged_dot_mxfp4_weights)
 )
+module_of_experts = inspect.getmodule(cookbook.moe_mxfp4_weights)
 matmul_int4_weights, matmul_mxfp4_weights, Config = int4.matmul_int4_weights, mxfp4.matmul_mxfp4_weights, int4.Config
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -324,6 +325,32 @@ def test_groups_of_mxfp4(config):
     x, sizes = rows_of_groups(160)
     fn = functools.partial(cookbook.ragged_dot_mxfp4_weights, config=config)
     lab.check(fn, ragged_mxfp4.ragged_dot_mxfp4_weights_reference, x, w, scales, sizes, gpu="h200" if config else None)
+
+
+@pytest.mark.parametrize("count", [3, 2])
+def test_experts_of_gpt_oss(count):
+    """Of all experts, and of the last two: biases are of the experts that are there; clamps are met."""
+    rng, hidden, inner = np.random.default_rng(5), 96, 40
+    blocks, scales = checkpoint(rng, 2 * inner, hidden, lead=(3,))
+    down = cookbook.pack_mxfp4(*checkpoint(rng, hidden, 64, lead=(3,)))
+    weights = *cookbook.pack_mxfp4(blocks, scales + 4), down[0], down[1]
+    x, logits = array(rng.normal(size=(10, hidden)), BF16), array(rng.normal(size=(10, 3)), F32)
+    biases = array(rng.normal(size=(3, 2 * inner)), F32), array(rng.normal(size=(3, hidden)), F32)
+    offset = None if count == 3 else 1
+    mine = lambda arrays: [y[3 - count :] for y in arrays]
+
+    def fn(x, logits, weights, biases):
+        biases = dict(zip(("bias_gate_up", "bias_down"), mine(biases), strict=True))
+        return cookbook.moe_mxfp4_weights(x, logits, *mine(weights), **biases, top_k=2, group_offset=offset)
+
+    def reference(x, logits, weights, biases):
+        first = lambda y: y if offset is None else y.at[0].set(0)
+        down = weights[2], first(weights[3])  # A scale of 0 leaves an expert out.
+        return module_of_experts.moe_mxfp4_weights_reference(
+            x, logits, *weights[:2], *down, biases[0], first(biases[1]), top_k=2
+        )
+
+    lab.check(fn, reference, x, logits, weights, biases, gpu=None, tolerance=6e-3)  # Rounded between the products.
 
 
 @pytest.mark.parametrize(

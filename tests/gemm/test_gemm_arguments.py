@@ -46,6 +46,10 @@ CALLS = {
     "blackwell.ragged_dot": dict(lhs=ones(8, 16), rhs=ones(2, 16, 16), group_sizes=SIZES),
     "blackwell.matmul_mxfp8": dict(a=ones(8, 32, dtype=FP8), a_scales=ones(8, 1, dtype=jnp.float8_e8m0fnu),
                                    b=ones(16, 32, dtype=FP8), b_scales=ones(16, 1, dtype=jnp.float8_e8m0fnu)),
+    "moe_mxfp4_weights": dict(
+        x=ones(4, 16), router_logits=ones(4, 2, dtype=F32), w_gate_up=ones(2, 16, 8, dtype=jnp.uint32),
+        gate_up_scales=ones(2, 1, 16, dtype=jnp.uint16), w_down=ones(2, 16, 8, dtype=jnp.uint32),
+        down_scales=ones(2, 1, 16, dtype=jnp.uint16), top_k=1, bias_gate_up=ones(2, 16), bias_down=ones(2, 16)),
     "moe": dict(x=ones(4, 16), router_logits=ones(4, 2, dtype=F32), w_gate_up=ones(2, 16, 16), w_down=ones(2, 8, 16),
                 top_k=1),
 }  # fmt: skip
@@ -56,7 +60,7 @@ def op_of(name):
     return functools.reduce(getattr, name.split("."), cookbook)
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "moe"])
+@pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith("moe")])
 @pytest.mark.parametrize("config", [4, dict(tile_m=64), _host])
 def test_a_config_of_another_kind_is_refused(name, config):
     with pytest.raises(ValueError, match=rf"cookbook.{name}: config=.*must be a cookbook.{name}.Config: pass"):
@@ -68,7 +72,7 @@ def test_a_config_of_another_kind_is_refused(name, config):
 )
 def test_first_derivatives_that_are_not_there_are_refused_by_name(name):
     """In each operand of floats, scales too."""
-    operands = {key: x for key, x in CALLS[name].items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    operands = {key: x for key, x in CALLS[name].items() if jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)}
     fixed = {key: x for key, x in CALLS[name].items() if key not in operands}
     for key, x in operands.items():
         fn = lambda x, key=key: op_of(name)(**(operands | {key: x} | fixed)).astype(F32).sum()
