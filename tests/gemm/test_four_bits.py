@@ -329,7 +329,7 @@ def test_groups_of_mxfp4(config):
 
 @pytest.mark.parametrize("count", [3, 2])
 def test_experts_of_gpt_oss(count):
-    """Of all experts, and of the last two: biases are of the experts that are there; clamps are met."""
+    """All experts, and the last two alone, whose biases are theirs; both clamps are met."""
     rng, hidden, inner = np.random.default_rng(5), 96, 40
     blocks, scales = checkpoint(rng, 2 * inner, hidden, lead=(3,))
     down = cookbook.pack_mxfp4(*checkpoint(rng, hidden, 64, lead=(3,)))

@@ -50,6 +50,7 @@ def moe_mxfp4_weights_reference(x, router_logits, w_gate_up, gate_up_scales, w_d
     return out
 
 
+@_host.own_options()
 def clamped_swiglu(both, alpha: float = ALPHA, limit: float = LIMIT):
     """The activation of (M, 2N) values, which hold the gate, then the up product."""
     gate, up = lax.split(both, [both.shape[1] // 2] * 2, axis=1)
@@ -120,22 +121,30 @@ def moe_mxfp4_weights(
     rows = copy_rows(tokens, routing.rows, params=_host.compiler_params())
     product = functools.partial(ragged_dot_mxfp4_weights, group_sizes=routing.group_sizes, group_offset=group_offset)
     mine, expert = _experts(routing.group_sizes, len(rows), len(w_down), group_offset)
-    with_bias = lambda sums, bias: sums.astype(jnp.float32) + jnp.where(mine[:, None], bias[expert], 0)
+    with_bias = functools.partial(_with_bias, mine=mine, expert=expert)
     both = with_bias(product(rows, w_gate_up, gate_up_scales), biases[0])
     activated = clamped_swiglu(both, alpha, limit).astype(x.dtype)
     y = with_bias(product(activated, w_down, down_scales), biases[1]).astype(x.dtype)
     return sum_of_rows(y, routing.weights, routing.rows).reshape(x.shape)
 
 
+@_host.own_options()
+def _with_bias(sums, bias, mine, expert):
+    """The bias of its expert added to each row."""
+    return sums.astype(jnp.float32) + jnp.where(mine[:, None], bias.at[expert].get(mode="promise_in_bounds"), 0)
+
+
+@_host.own_options()
 def _experts(group_sizes, num_rows: int, count: int, group_offset):
     """Whether each row has one of the `count` experts that there are, and which."""
     ends = jnp.cumsum(group_sizes)
-    expert = (jnp.arange(num_rows)[:, None] >= ends).sum(1) - (0 if group_offset is None else group_offset)
+    expert = (jnp.arange(num_rows, dtype=jnp.int32)[:, None] >= ends).sum(1, dtype=jnp.int32)
+    expert = expert if group_offset is None else expert - jnp.asarray(group_offset, jnp.int32)
     return (expert >= 0) & (expert < count), jnp.clip(expert, 0, count - 1)
 
 
 def _check(op: str, x, router_logits, w_gate_up, w_down, top_k: int, group_offset) -> int:
-    """I. What `ragged_dot_mxfp4_weights` checks is left to it."""
+    """The inner size I; `ragged_dot_mxfp4_weights` checks the rest."""
     if x.dtype != jnp.bfloat16:
         raise ValueError(f"{_host.PACKAGE}.{op}: {x.dtype=}; must be bfloat16: cast it")
     if w_gate_up.ndim != 3 or w_down.ndim != 3:
