@@ -183,7 +183,6 @@ def test_mxfp4_is_widened_exactly():
 @pytest.mark.parametrize(
     "m, n, k, size, how",
     [
-        (1, 16, 64, 128, {}),
         (40, 77, 200, 32, dict(zeros_dtype=jnp.uint8, config=Config(tile_n=40, num_stages=2, overlap=True))),
         (20, 144, 272, 64, dict(scale_dtype=F32, config=Config(tile_n=24, split_k=3))),
         (8, 272, 136, 128, dict(dtype=F16, scale_dtype=F16, config=Config(tile_n=8, tile_k=64, cluster_m=2))),
@@ -193,12 +192,11 @@ def test_every_kind_of_integers(m, n, k, size, how):
     check(m, n, k, size, **how)
 
 
-@pytest.mark.parametrize("m, n, k, how", [(9, 72, 96, {}), (40, 264, 352, dict(config=Config(256, 40, tile_k=256)))])
-def test_mxfp4(m, n, k, how):
-    check_mxfp4(m, n, k, **how)
+def test_mxfp4():
+    check_mxfp4(40, 264, 352, config=Config(256, 40, tile_k=256))
 
 
-@pytest.mark.parametrize("op, m", [("int4", 1), ("mxfp4", 64), ("int4", 4096)])
+@pytest.mark.parametrize("op, m", [("int4", 1), ("mxfp4", 4096)])
 def test_what_the_compiler_makes_of_it(op, m):
     """No spill; words leave shared memory in pairs; products wait for none; an instruction scales a pair of weights."""
     n, k = 8192, 4096
@@ -319,15 +317,15 @@ def test_groups_of_integers():
     lab.check(fn, reference, x, w, scales, sizes)
 
 
-@pytest.mark.parametrize("config", [None, Config(128, 16, tile_k=256, cluster_m=2)])
-def test_groups_of_mxfp4(config):
+def test_groups_of_mxfp4():
     w, scales = cookbook.pack_mxfp4(*checkpoint(np.random.default_rng(4), 144, 160, lead=(4,)))
     x, sizes = rows_of_groups(160)
+    config = Config(128, 16, tile_k=256, cluster_m=2)
     fn = functools.partial(cookbook.ragged_dot_mxfp4_weights, config=config)
-    lab.check(fn, ragged_mxfp4.ragged_dot_mxfp4_weights_reference, x, w, scales, sizes, gpu="h200" if config else None)
+    lab.check(fn, ragged_mxfp4.ragged_dot_mxfp4_weights_reference, x, w, scales, sizes)
 
 
-@pytest.mark.parametrize("count", [3, 2])
+@pytest.mark.parametrize("count", [pytest.param(3, marks=pytest.mark.slow), 2])
 def test_experts_of_gpt_oss(count):
     """All experts, and the last two alone, whose biases are theirs; both clamps are met."""
     rng, hidden, inner = np.random.default_rng(5), 96, 40
