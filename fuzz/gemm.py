@@ -238,7 +238,7 @@ def int4_reference(case, x, q, scales, zeros=None):
     zeros = 0 if zeros is None else of_rows(zeros.astype(np.float64)) - 8
     w = (q.astype(np.float64) - zeros) * of_rows(scales)
     # A weight is rounded to 16 bits. In float16 it may be a subnormal number.
-    rounding = 2.0**-9 if case["dtype"] == "bfloat16" else 2.0**-11
+    rounding = 2.0**-8 if case["dtype"] == "bfloat16" else 2.0**-11
     return [(x @ w, slack(x, np.abs(w) * 1.02 * rounding + 2.0**-25, share=1) + slack(x, w))]
 
 

@@ -2,8 +2,9 @@
 """Products of matrices.
 
 `kernel.py` is the kernel that all but the rungs are built on, `plan.py` says how it cuts a product up, `launch.py`
-launches it, and `cost.py` chooses its configuration. Formats of 8 bits have `dense/kernel_int8_weights.py`, which
-converts weights in registers, and `grouped/kernel_fp8.py`, which scales sums: a new format goes beside them.
+launches it, and `cost.py` chooses its configuration. Narrow formats have `dense/kernel_int8_weights.py`, which converts
+weights of 8 or 4 bits (`dense/four_bits.py`) in registers, and `grouped/kernel_fp8.py`, which scales sums: a new format
+goes beside them.
 """
 
 from .dense import matmul as matmul

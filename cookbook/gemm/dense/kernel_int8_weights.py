@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of a product with weights of 8 bits: as in `kernel.py`, where operand `a` is w_q and operand `b` is a.
+"""The kernel of a product with weights of 8 or 4 bits: as in `kernel.py`, where operand `a` is w_q and operand `b` is a.
 
 The memory warpgroup, the ring, parts of K and the stores are the same. A compute warpgroup reads its rows of a step's
 weights into registers, converts them there to 16-bit floats, and multiplies them by a's tile, which the tensor cores
 read from shared memory. Meanwhile it reads the weights of the next step, and with `overlap` also converts them. A slot
-is freed when the products of its step have ended: they read the registers and the slot till then.
+is freed when the products of its step have ended: they read the registers and the slot till then. `four_bits.py` says
+how weights of 4 bits lie and are converted; the numbers of their groups along K come with them in the slot.
 """
 
 import dataclasses

@@ -11,7 +11,7 @@ Role and barrier tables: `kernel.py`; what is done with weights and scales: `ker
 
 Bound by: the memory that the weights come from with few rows a group; with many, the tensor cores.
 
-Not supported: zero points, scales of groups along K, 4-bit weights; batches (use `jax.vmap`); differentiation. The
+Not supported: zero points, scales of groups along K; batches (use `jax.vmap`); differentiation. The
 tensor cores want weights with K along their rows: a plain rhs is transposed, at the cost of one copy; store weights as
 (G, N, K). Chapter: 16b.
 """
