@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of a product with weights of 8 or 4 bits: as in `kernel.py`, where operand `a` is w_q and operand `b` is a.
+"""The kernel of a product with weights of 8 or 4 bits: as in `kernel.py`, where operand `a` is w_q and `b` is a.
 
 The memory warpgroup, the ring, parts of K and the stores are the same. A compute warpgroup reads its rows of a step's
 weights into registers, converts them there to 16-bit floats, and multiplies them by a's tile, which the tensor cores

@@ -14,8 +14,9 @@ blocks; of few rows, comparisons alone. XLA's own cumulative sum takes longer.
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
 times, and as many rows of the result are read.
 
-Not supported: capacities (no token is dropped), biases (but see `moe_mxfp4_weights`), shared experts. Chapter: 16b. Sources: Shazeer et al.,
-"Outrageously large neural networks" (2017); Gale et al., "MegaBlocks" (2022), for products without padding.
+Not supported: capacities (no token is dropped), biases (but see `moe_mxfp4_weights`), shared experts. Chapter: 16b.
+Sources: Shazeer et al., "Outrageously large neural networks" (2017); Gale et al., "MegaBlocks" (2022), for products
+without padding.
 """
 
 import functools
