@@ -310,9 +310,9 @@ OPS = {
             down_scales=np.concatenate([np.stack([E2M1_SCALES[:1]] * 3)] * 4, axis=2),
         ),
         dict(top_k=2),
-        static=("top_k", "renormalize", "alpha", "limit"),
-        more=dict(bias_gate_up=(F32, (3, 16)), bias_down=(F32, (3, 64)), group_offset=np.array(0, np.int32)),
-        choices=dict(renormalize=False, limit=2.0),
+        static=("top_k", "renormalize", "swiglu_limit"),
+        more=dict(b_gate_up=(F32, (3, 16)), b_down=(F32, (3, 64)), group_offset=np.array(0, np.int32)),
+        choices=dict(renormalize=False, swiglu_limit=2.0),
         empty=(dict(x=0, router_logits=0),),
     ),
     "paged_attention": Op(

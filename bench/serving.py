@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 import lab
-from serving import Engine, LlamaConfig, init
+from serving import Engine, LlamaConfig, YarnScaling, init
 from serving.backends import TABLE_WIDTHS_MIN
 from serving.model import empty_pages
 from serving.request import Chunk, Request
@@ -53,6 +53,17 @@ MOE_LAYER = Problem(
                 num_experts_per_tok=8),
     num_requests=64, max_prompt=256, max_new_tokens=256, num_pages=4096, max_seqs=64, max_tokens_per_step=512,
     model="qwen3-moe-layer",
+)  # fmt: skip
+# gpt-oss-20b's sizes, random weights, its experts of 16 bits.
+GPT_OSS = Problem(
+    LlamaConfig(
+        201_088, 2880, 2880, 24, 64, 8, 64, rope_theta=150_000.0, num_experts=32, num_experts_per_tok=4,
+        attention_bias=True, attention_sinks=True, expert_bias=True, swiglu_limit=7.0, sliding_window=128,
+        window_layers=tuple(range(0, 24, 2)), rope_scaling=YarnScaling(32.0, 4096, truncate=False),
+        max_position_embeddings=131_072,
+    ),
+    num_requests=384, max_prompt=384, max_new_tokens=352, num_pages=8192, max_seqs=64, max_tokens_per_step=512,
+    model="gpt-oss-20b",
 )  # fmt: skip
 TINY = Problem(
     LlamaConfig(256, 128, 256, 2, 4, 2, 64, dtype="float32"),
@@ -134,12 +145,19 @@ def decode_bound(problem: Problem, length: int, weights: str | None = None) -> l
     flops = nbytes = 0.0
     for name, shape in config.shapes.items():
         size, is_experts = math.prod(shape), len(shape) == 3
-        if len(shape) == 1 or (name == "model.embed_tokens.weight" and not config.tie_word_embeddings):
+        if (
+            len(shape) == 1
+            or name.endswith(".bias")
+            or (name == "model.embed_tokens.weight" and not config.tie_word_embeddings)
+        ):
             continue
         flops += 2 * size * tokens * (routed if is_experts else 1)
         nbytes += itemsize * size * (1 - (1 - routed) ** tokens if is_experts else 1)
-    flops += 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * tokens * length
-    return lab.roofline.bound(flops, nbytes + config.page_bytes_per_token * tokens * (length + 1), "bf16")
+    layers = config.num_hidden_layers
+    seen = layers * length - len(config.window_layers) * max(0, length - (config.window or length))
+    flops += 4 * seen * config.num_attention_heads * config.head_dim * tokens
+    page_bytes = config.page_bytes_per_token // config.page_layers  # In one layer.
+    return lab.roofline.bound(flops, nbytes + page_bytes * tokens * (seen + layers), "bf16")
 
 
 STEPS_A_PROGRAM = Engine.__init__.__kwdefaults__["num_scheduler_steps"]  # Where several steps go off at once.
@@ -159,13 +177,18 @@ def _decoding(problem: Problem, params, length: int, num_steps: int, **how):
 
     `how` are options of `Engine`.
     """
-    tables = own_pages(problem.max_seqs, -(-length // problem.page_size))
+    kinds = 2 if problem.config.window_layers else 1  # Block tables of a sequence.
+    tables = own_pages(kinds * problem.max_seqs, -(-length // problem.page_size))
     engine = Engine(problem.config, params, num_pages=tables.size, page_size=problem.page_size,
                     max_seqs=problem.max_seqs, max_tokens_per_step=problem.max_tokens_per_step, **how)  # fmt: skip
     chunks, rng = [], np.random.default_rng(0)  # Equal tokens would all have the same experts.
     for i in range(problem.max_seqs):
         request = Request(tuple(rng.integers(problem.config.vocab_size, size=length).tolist()), 8)
-        request.pages = tables[i].tolist()
+        request.pages, *window = tables[i :: problem.max_seqs].tolist()
+        if window:
+            (request.window_pages,) = window
+            before = length - num_steps + 1 - problem.config.window  # Tokens that none sees any more.
+            request.num_window_freed = max(0, before) // problem.page_size
         chunks.append(Chunk(request, length - num_steps, length - num_steps + 1))
     width_min = TABLE_WIDTHS_MIN[engine.backend]
     batch = pack(chunks, problem.page_size, problem.max_seqs, True, width_min=width_min)
@@ -319,7 +342,7 @@ def decode_launches(config: LlamaConfig, max_seqs: int, weights: str | None = No
     params = {name: jax.ShapeDtypeStruct(shape, config.dtype) for name, shape in config.shapes.items()}
     params = jax.eval_shape(functools.partial(prepared, config, kind=weights), params)
     pages = jax.eval_shape(lambda: empty_pages(config, 512, 16))
-    arrays, tree = jax.tree.flatten(padding(max_seqs, 64, max_seqs))
+    arrays, tree = jax.tree.flatten(padding(max_seqs, 64, max_seqs, windows=config.window is not None))
     layout = tuple((array.shape, array.dtype) for array in arrays)
     packed, previous = (jax.ShapeDtypeStruct((n,), np.int32) for n in (starts_of(layout)[-1], max_seqs))
     how = dict(tree=tree, layout=layout, backend="cookbook", decode=True, draws=False)
@@ -342,7 +365,7 @@ def run() -> None:
     params = functools.cache(lambda: init(LLAMA_1B.config))
     for backend in ("cookbook", "xla"):
         _print(backend, measured(LLAMA_1B, backend, params))
-    for problem, weights in ((LLAMA_1B, None), (LLAMA_1B, "int8"), (MOE_LAYER, None)):
+    for problem, weights in ((LLAMA_1B, None), (LLAMA_1B, "int8"), (MOE_LAYER, None), (GPT_OSS, None)):
         bound = decode_bound(problem, 320, weights)
         print(f"a step of {problem.model} that decodes, weights {weights or problem.config.dtype}: {bound}")
         of_problem = params if problem is LLAMA_1B else functools.partial(init, problem.config)

@@ -256,25 +256,27 @@ def draw_moe(draw: Draw) -> dict:
         router=draw.choice(*FLOATS), group_offset=None if count == experts else draw.number(0, experts - count),
         values=draw.choice("normal", "equal"),
     )  # fmt: skip
-    return case | dict(grad=case["values"] == "normal" and draw.sometimes(0.1))
+    case |= dict(grad=case["values"] == "normal" and draw.sometimes(0.1))
+    return case | dict(biases=draw.sometimes(0.3), swiglu_limit=draw.choice(None, None, 1.0))
 
 
 def moe_arrays(case: dict, values: Values) -> dict:
     tokens, hidden, inner, count, dtype = (case[name] for name in ("tokens", "hidden", "inner", "count", "dtype"))
     logits = values((tokens, case["experts"]), case["router"])
-    return dict(
+    biases = dict(b_gate_up=values((count, 2 * inner), "float32"), b_down=values((count, hidden), "float32"))
+    return (biases if case["biases"] else {}) | dict(
         x=values((tokens, hidden), dtype), w_down=values((count, inner, hidden), dtype, scale=inner**-0.5),
         router_logits=np.round(logits.astype(np.float32)).astype(logits.dtype) if case["values"] == "equal" else logits,
         w_gate_up=values((count, hidden, 2 * inner), dtype, scale=hidden**-0.5),
     )  # fmt: skip
 
 
-def call_moe(case, x, router_logits, w_gate_up, w_down):
-    how = {name: case[name] for name in ("top_k", "renormalize", "group_offset")}
-    return (cookbook.moe(x, router_logits, w_gate_up, w_down, **how),)
+def call_moe(case, **arrays):
+    how = {name: case[name] for name in ("top_k", "renormalize", "group_offset", "swiglu_limit")}
+    return (cookbook.moe(**arrays, **how),)
 
 
-def moe_reference(case, x, router_logits, w_gate_up, w_down):
+def moe_reference(case, x, router_logits, w_gate_up, w_down, b_gate_up=None, b_down=None):
     out, size = np.zeros_like(x), np.zeros_like(x)
     order = np.lexsort((np.signbit(router_logits), -router_logits), 1)  # The first of equal ones; 0 before -0.
     weights = np.exp(router_logits - router_logits.max(1, keepdims=True, initial=-1e30))
@@ -283,10 +285,16 @@ def moe_reference(case, x, router_logits, w_gate_up, w_down):
         for expert in first:
             mine = expert - (case["group_offset"] or 0)
             if 0 <= mine < case["count"]:
-                gate, up = np.split(x[t] @ w_gate_up[mine], 2)
-                inner, share = activate("silu", gate)[0] * up, weights[t, expert] / total
-                out[t] += share * (inner @ w_down[mine])
-                size[t] += share * (np.abs(inner) @ np.abs(w_down[mine]))
+                bias, b_out = (0, 0) if b_down is None else (b_gate_up[mine], b_down[mine])
+                gate, up = np.split(x[t] @ w_gate_up[mine] + bias, 2)
+                if (limit := case["swiglu_limit"]) is None:
+                    inner = activate("silu", gate)[0] * up
+                else:
+                    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+                    inner = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+                share = weights[t, expert] / total
+                out[t] += share * (inner @ w_down[mine] + b_out)
+                size[t] += share * (np.abs(inner) @ np.abs(w_down[mine]) + np.abs(b_out))
     return [(out, (2.0**-6 if case["dtype"] == "bfloat16" else 2.0**-9) * size)]
 
 

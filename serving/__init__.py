@@ -23,8 +23,11 @@ from serving.checkpoint import load as load
 from serving.checkpoint import save as save
 from serving.config import LlamaConfig as LlamaConfig
 from serving.config import RopeScaling as RopeScaling
+from serving.config import YarnScaling as YarnScaling
 from serving.config import init as init
 from serving.engine import Engine as Engine
+from serving.memory import Memory as Memory
+from serving.memory import memory as memory
 from serving.pages import PageAllocator as PageAllocator
 from serving.request import Logprobs as Logprobs
 from serving.request import Output as Output

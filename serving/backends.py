@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 import cookbook
 from cookbook.attn.cache.rope_write_kv import rope_write_kv_reference
-from cookbook.gemm.experts.moe import route
+from cookbook.gemm.experts.moe import biased, route, swiglu_of
 from cookbook.rows.rms_norm import rms_norm_reference
 from serving.weights import Int8
 
@@ -100,18 +100,21 @@ def _rms_norm(x, scale, *, eps, out_dtype, residual=None):
     return y.astype(out_dtype), total.astype(residual.dtype)
 
 
-def _moe(x, router_logits, w_gate_up, w_down, *, top_k, renormalize):
+def _moe(
+    x, router_logits, w_gate_up, w_down, *, top_k, renormalize, b_gate_up=None, b_down=None, swiglu_limit=None
+):  # fmt: skip
     """As `cookbook.moe`, with XLA's grouped products."""
     routing = route(router_logits, top_k, renormalize)
-    product = lambda a, b: jax.lax.ragged_dot(
-        a, b, routing.group_sizes, precision="highest", preferred_element_type=jnp.float32
+    product = lambda a, b, bias: biased(
+        jax.lax.ragged_dot(a, b, routing.group_sizes, precision="highest", preferred_element_type=jnp.float32),
+        bias, routing.group_sizes,
     )  # fmt: skip
-    gate, up = jnp.split(product(x[routing.sources // top_k], w_gate_up), 2, axis=1)
-    out = product((jax.nn.silu(gate) * up).astype(x.dtype), w_down)
+    inner = swiglu_of(swiglu_limit)(product(x[routing.sources // top_k], w_gate_up, b_gate_up))
+    out = product(inner.astype(x.dtype), w_down, b_down)
     return jnp.sum(routing.weights[:, :, None] * out[routing.rows], axis=1).astype(x.dtype)
 
 
-def _paged_attention(q, k_pages, v_pages, block_tables, kv_lens):
+def _paged_attention(q, k_pages, v_pages, block_tables, kv_lens, *, local_window_size=None, sinks=None):
     """As `cookbook.paged_attention`: a query a sequence."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_pages.shape[2]
@@ -120,17 +123,27 @@ def _paged_attention(q, k_pages, v_pages, block_tables, kv_lens):
     q = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     product = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
     s = product("rkgh,rskh->rkgs", q, k) * head_dim**-0.5
-    seen = (jnp.arange(k.shape[1]) < kv_lens[:, None])[:, None, None]
-    p = jnp.where(seen, jax.nn.softmax(jnp.where(seen, s, -jnp.inf), axis=-1), 0.0)
+    token = jnp.arange(k.shape[1])
+    seen = token < kv_lens[:, None]
+    if local_window_size is not None:
+        seen &= token >= kv_lens[:, None] - 1 - local_window_size
+    seen = seen[:, None, None]
+    s = jnp.where(seen, s, -jnp.inf)
+    if sinks is None:
+        p = jax.nn.softmax(s, axis=-1)
+    else:
+        sinks = jnp.broadcast_to(sinks.astype(s.dtype).reshape(num_kv_heads, -1, 1), (*s.shape[:3], 1))
+        p = jax.nn.softmax(jnp.concatenate([s, sinks], axis=-1), axis=-1)[..., :-1]
+    p = jnp.where(seen, p, 0.0)
     v = jnp.where(seen[:, 0, 0, :, None, None], v, 0)  # Behind its tokens a row sees other requests' values: 0 * NaN.
     return product("rkgs,rskh->rkgh", p.astype(v.dtype), v).astype(v.dtype).reshape(num_rows, num_heads, head_dim)
 
 
-def _ragged_paged_attention(q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q):
+def _ragged_paged_attention(q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q, **how):
     """As `cookbook.ragged_paged_attention`: each token is a row of `_paged_attention`, which sees what is before it."""
     row = jnp.arange(q.shape[0])
     sequence = jnp.searchsorted(cu_seqlens_q[1:], row, side="right")
     behind = cu_seqlens_q[sequence + 1] - row - 1  # Tokens of its sequence that come after it.
     length = jnp.where(row < cu_seqlens_q[-1], kv_lens[sequence] - behind, 0)
-    attend = lambda args: _paged_attention(args[0][None], k_pages, v_pages, args[1][None], args[2][None])[0]
+    attend = lambda args: _paged_attention(args[0][None], k_pages, v_pages, args[1][None], args[2][None], **how)[0]
     return jax.lax.map(attend, (q, block_tables[sequence], length), batch_size=ROWS_AT_ONCE)

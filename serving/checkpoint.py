@@ -1,15 +1,10 @@
 """Checkpoints of Hugging Face's form: a folder with `config.json` and one or more safetensors files.
 
-    architecture            model_type     what is special
-    LlamaForCausalLM        llama          Llama 3's rotary frequencies, if `rope_type` is llama3
-    Qwen3ForCausalLM        qwen3          heads of queries and keys are normalised
-    MixtralForCausalLM      mixtral        a mixture of experts; weights of a token's experts add up to 1
-    Qwen3MoeForCausalLM     qwen3_moe      both; whether these weights add up to 1 is an option
-
-`hf_config.py` says which keys of `config.json` are read, and `generation_config.json` may name more EOS tokens. Where
-there is a `model.safetensors.index.json`, the files count that it names; else `model.safetensors`; else all safetensors
-files. A tensor that the model does not have is refused, but for buffers of rotary frequencies, which the config gives.
-Reading and writing need the package safetensors (the extra `serving`).
+`load` has the tables of architectures and quantizations. `hf_config.py` says which keys of `config.json` are read, and
+`generation_config.json` may name more EOS tokens. Where there is a `model.safetensors.index.json`, the files count that
+it names; else `model.safetensors`; else all safetensors files. A tensor that the model does not have is refused, but
+for buffers of rotary frequencies, which the config gives. Reading and writing need the package safetensors (the extra
+`serving`).
 """
 
 import json
@@ -21,11 +16,21 @@ import jax.numpy as jnp
 
 from serving.config import LlamaConfig, check_params
 from serving.hf_config import config_of, raw_of
+from serving.quantized import Packing, widened
 
 # Names of an expert's gate, up and down products.
 EXPERT_NAMES = {
     "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
     "qwen3_moe": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+}
+# Names of gpt-oss, under one layer, and ours.
+GPT_OSS_NAMES = {
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.bias": "mlp.gate.bias",
+    "mlp.experts.gate_up_proj": "mlp.experts.gate_up_proj.weight",
+    "mlp.experts.gate_up_proj_bias": "mlp.experts.gate_up_proj.bias",
+    "mlp.experts.down_proj": "mlp.experts.down_proj.weight",
+    "mlp.experts.down_proj_bias": "mlp.experts.down_proj.bias",
 }
 INDEX = "model.safetensors.index.json"
 # Buffers that older versions of transformers wrote: rotary frequencies, which follow from the config.
@@ -35,6 +40,22 @@ ROTARY_BUFFER = re.compile(r"\brotary_emb\.(inv_freq|original_inv_freq|cos_cache
 def load(folder, dtype: str | None = None) -> tuple[LlamaConfig, dict[str, jax.Array]]:
     """The config and the parameters of a checkpoint.
 
+        architecture            model_type     what is special
+        LlamaForCausalLM        llama          `rope_type` is default, llama3 or yarn, as in all others
+        Qwen3ForCausalLM        qwen3          heads of queries and keys are normalised
+        MixtralForCausalLM      mixtral        a mixture of experts; weights of a token's experts add up to 1
+        Qwen3MoeForCausalLM     qwen3_moe      both; whether these weights add up to 1 is an option
+        GptOssForCausalLM       gpt_oss        windows in some layers, a sink per head, biases, clamped SwiGLU
+
+        quantization_config     architectures     what is stored
+        none                    all               floats
+        mxfp4                   gpt_oss           experts: e2m1, two per byte, and a power of two per 32 of them
+        gptq, 4 bits            all others        matrices: integers, and a zero and a scale per group of inputs
+        awq, 4 bits, gemm       all others        the same, in another order
+
+    Packed weights are widened to the dtype of the parameters when they are loaded: MXFP4 exactly, the others exactly to
+    float32 and rounded once to 16 bits.
+
     Args:
       folder: with `config.json` and safetensors files.
       dtype: of the parameters; None for that of `config.json`.
@@ -42,7 +63,7 @@ def load(folder, dtype: str | None = None) -> tuple[LlamaConfig, dict[str, jax.A
     Raises:
       ValueError: a file is missing, such as one that the index names; `config.json` has a key that is unknown, a value
         that is not supported or two that contradict each other; a tensor is missing, unknown, there twice or of another
-        shape.
+        shape; or the quantization is another one.
     """
     import safetensors
 
@@ -51,7 +72,8 @@ def load(folder, dtype: str | None = None) -> tuple[LlamaConfig, dict[str, jax.A
     if not files or not (folder / "config.json").is_file():
         raise ValueError(f"load: folder = {str(folder)!r}; must be a folder with config.json and safetensors files")
     raw, generation = (_json(folder / name) for name in ("config.json", "generation_config.json"))
-    config = config_of(raw, dtype, generation)
+    packing = Packing.of(raw)
+    config = config_of({name: value for name, value in raw.items() if name != "quantization_config"}, dtype, generation)
     tensors = {}
     for file, wanted in files.items():
         with safetensors.safe_open(str(file), framework="flax") as opened:
@@ -63,10 +85,14 @@ def load(folder, dtype: str | None = None) -> tuple[LlamaConfig, dict[str, jax.A
                     raise ValueError(f"load: {file.name} lacks {name}, which {INDEX} says is in it: download both anew")
                 if name in tensors:
                     raise ValueError(f"load: {name} is in {file.name} and in a file before it; must be in one of them")
-                tensors[name] = opened.get_tensor(name).astype(config.dtype)
+                value = opened.get_tensor(name)
+                is_float = jnp.issubdtype(value.dtype, jnp.floating)
+                tensors[name] = value.astype(config.dtype) if is_float and not packing else value
     if config.tie_word_embeddings:  # Some write it all the same.
         tensors.pop("lm_head.weight", None)
-    params = _with_experts_joined(config, raw["model_type"], tensors) if config.num_experts else tensors
+    if packing:
+        tensors = widened(packing, tensors, config.dtype)
+    params = _params_of(config, raw["model_type"], tensors)
     try:
         check_params(config, params)
     except ValueError as error:
@@ -84,11 +110,7 @@ def save(config: LlamaConfig, params: dict[str, jax.Array], folder) -> None:
     import safetensors.flax
 
     check_params(config, params)
-    model_type = {(False, False): "llama", (True, False): "qwen3", (False, True): "mixtral", (True, True): "qwen3_moe"}[
-        config.qk_norm, config.num_experts > 0
-    ]
-    if model_type == "mixtral" and not config.norm_topk_prob:
-        raise ValueError("save: norm_topk_prob = False without qk_norm; must be True: no known architecture has that")
+    model_type = _model_type_of(config)
     folder = pathlib.Path(folder)
     if (folder / INDEX).exists():
         raise ValueError(
@@ -97,7 +119,7 @@ def save(config: LlamaConfig, params: dict[str, jax.Array], folder) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw_of(config, model_type), indent=2))
-    tensors = _with_experts_apart(config, model_type, params) if config.num_experts else params
+    tensors = _tensors_of(config, model_type, params)
     safetensors.flax.save_file(tensors, str(folder / "model.safetensors"))
 
 
@@ -118,6 +140,59 @@ def _files_of(folder: pathlib.Path) -> dict[pathlib.Path, list[str]]:
 def _json(path: pathlib.Path) -> dict:
     """The contents of a file; nothing of one that is not there."""
     return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _model_type_of(config: LlamaConfig) -> str:
+    """The architecture that has these options.
+
+    Raises:
+      ValueError: none has.
+    """
+    parts = config.attention_sinks, config.expert_bias, config.swiglu_limit is not None
+    if any(parts) or config.attention_bias or config.window_layers:
+        if all(parts) and config.norm_topk_prob and not config.qk_norm:
+            return "gpt_oss"
+        raise ValueError(f"save: {config}; no known architecture has these options: must have all of gpt-oss's or none")
+    model_type = {(False, False): "llama", (True, False): "qwen3", (False, True): "mixtral", (True, True): "qwen3_moe"}[
+        config.qk_norm, config.num_experts > 0
+    ]
+    if model_type == "mixtral" and not config.norm_topk_prob:
+        raise ValueError("save: norm_topk_prob = False without qk_norm; must be True: no known architecture has that")
+    return model_type
+
+
+def _params_of(config: LlamaConfig, model_type: str, tensors: dict) -> dict:
+    """The parameters as `LlamaConfig.shapes` has them, of a checkpoint's tensors."""
+    if model_type == "gpt_oss":
+        return {_renamed(name, GPT_OSS_NAMES): _halves(value) if ".gate_up_proj" in name else value
+                for name, value in tensors.items()}  # fmt: skip
+    return _with_experts_joined(config, model_type, tensors) if config.num_experts else tensors
+
+
+def _tensors_of(config: LlamaConfig, model_type: str, params: dict) -> dict:
+    """The inverse of `_params_of`."""
+    if model_type == "gpt_oss":
+        names = {ours: theirs for theirs, ours in GPT_OSS_NAMES.items()}
+        return {_renamed(name, names): _interleaved(value) if ".gate_up_proj" in name else value
+                for name, value in params.items()}  # fmt: skip
+    return _with_experts_apart(config, model_type, params) if config.num_experts else params
+
+
+def _renamed(name: str, names: dict[str, str]) -> str:
+    """A tensor's name, with the part after the number of its layer replaced."""
+    layer = re.match(r"model\.layers\.\d+\.", name)
+    start = layer.end() if layer else 0
+    return name[:start] + names.get(name[start:], name[start:])
+
+
+def _halves(gate_up):
+    """Columns of the gate, then the up product's, of columns that alternate."""
+    return jnp.concatenate([gate_up[..., ::2], gate_up[..., 1::2]], axis=-1)
+
+
+def _interleaved(gate_up):
+    """The inverse of `_halves`."""
+    return jnp.stack(jnp.split(gate_up, 2, axis=-1), axis=-1).reshape(gate_up.shape)
 
 
 def _with_experts_joined(config: LlamaConfig, model_type: str, tensors: dict) -> dict:

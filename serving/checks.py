@@ -27,9 +27,9 @@ def require_supported(
     Raises:
       ValueError: an op refuses the sizes or dtypes of a step, or slots of the cache have numbers beyond int32.
     """
-    if (slots := config.num_hidden_layers * num_pages * page_size) >= 2**31:
+    if (slots := config.page_layers * num_pages * page_size) >= 2**31:
         raise ValueError(
-            f"serving.Engine: {num_pages=}; with {page_size=} and {config.num_hidden_layers} layers the cache "
+            f"serving.Engine: {num_pages=}; with {page_size=} and {config.page_layers} layers the cache "
             f"has {slots} slots and must have fewer than 2**31: take fewer pages"
         )
     if backend == "xla":  # It takes all sizes.
@@ -42,7 +42,7 @@ def require_supported(
     for num_tokens, width, decode in (
         (max_seqs, narrowest, True), (bucket(max_tokens_per_step, max_seqs), bucket(max_pages, narrowest), False),
     ):  # fmt: skip
-        packed, form = joined(padding(num_tokens, width, max_seqs))
+        packed, form = joined(padding(num_tokens, width, max_seqs, windows=bool(config.window_layers)))
         step = functools.partial(model_step, config, **form, backend=backend, decode=decode, draws=None)
         try:
             with _some_gpu():

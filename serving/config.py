@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+    attention_factor: ClassVar[float] = 1.0
 
     def __post_init__(self):
         _convert_numbers(self)
@@ -33,12 +35,53 @@ class RopeScaling:
         if self.original_max_position_embeddings < 1:
             raise ValueError(f"{self}: original_max_position_embeddings must be at least 1")
 
-    def scaled(self, frequencies):
-        """The frequencies in place of `frequencies`, in radians a token."""
+    def scaled(self, frequencies, theta: float):
+        """The frequencies in place of `frequencies`, in radians per token; `theta` is their base."""
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = np.clip(kept, 0, 1)
         return frequencies * (kept + (1 - kept) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's rotary frequencies, as gpt-oss has them.
+
+    Pairs that turn more than `beta_fast` times within `original_max_position_embeddings` tokens keep their frequency,
+    those that turn fewer than `beta_slow` times are slowed down by `factor`, and those between are interpolated.
+
+    Source: Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models" (2023).
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # Whether the pairs between which frequencies are interpolated are whole numbers.
+    attention_factor: float | None = None  # By which cosines and sines are multiplied; None: 0.1 ln(factor) + 1.
+
+    def __post_init__(self):
+        if self.attention_factor is None:
+            object.__setattr__(self, "attention_factor", 0.1 * math.log(max(float(self.factor), 1.0)) + 1.0)
+        _convert_numbers(self)
+        if not (self.factor >= 1 and 0 < self.beta_slow < self.beta_fast and self.attention_factor > 0):
+            raise ValueError(f"{self}: factor must be at least 1, 0 < beta_slow < beta_fast, and 0 < attention_factor")
+        if self.original_max_position_embeddings < 1:
+            raise ValueError(f"{self}: original_max_position_embeddings must be at least 1")
+
+    def scaled(self, frequencies, theta: float):
+        """The frequencies in place of `frequencies`, in radians per token; `theta` is their base."""
+        half = len(frequencies)
+        turning = lambda turns: (  # The pair, as a real number, that turns so many times.
+            half * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
+        )
+        low, high = turning(self.beta_fast), turning(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * half - 1)
+        high = high + 0.001 if low == high else high
+        slowed = np.clip((np.arange(half) - low) / (high - low), 0, 1)
+        return frequencies * (1 - slowed + slowed / self.factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +99,19 @@ class LlamaConfig:
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False  # Whether logits are products with the embeddings.
     dtype: str = "bfloat16"  # dtype of weights and pages.
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | None = None
     qk_norm: bool = False  # Whether the heads of queries and keys are normalised, as in Qwen3.
     num_experts: int = 0  # 0: no mixture, but one MLP.
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = True  # Whether the weights of a token's experts add up to 1.
     max_position_embeddings: int | None = None  # Tokens of the longest sequence; None: whatever the cache holds.
     eos_token_ids: tuple[int, ...] = ()  # Tokens with which a request ends if it does not say otherwise.
+    attention_bias: bool = False  # Whether the products of attention have biases.
+    attention_sinks: bool = False  # Whether each head has a logit beside those of its keys, without a value.
+    sliding_window: int | None = None  # Tokens that a layer of `window_layers` sees, the one that asks included.
+    window_layers: tuple[int, ...] = ()
+    expert_bias: bool = False  # Whether the router and the products of experts have biases.
+    swiglu_limit: float | None = None  # At which gpt-oss's SwiGLU clamps; None for silu(gate) * up.
 
     def __post_init__(self):
         _convert_numbers(self)
@@ -85,6 +134,16 @@ class LlamaConfig:
             raise ValueError(f"{self.dtype=} must be bfloat16, float16 or float32")
         if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise ValueError(f"{self.num_experts_per_tok=} must be from 1 to {self.num_experts=}")
+        if (self.expert_bias or self.swiglu_limit is not None) and not self.num_experts:
+            raise ValueError(f"{self.expert_bias=}, {self.swiglu_limit=}; must be False and None without experts")
+        if self.swiglu_limit is not None and not self.swiglu_limit > 0:
+            raise ValueError(f"{self.swiglu_limit=} must be above 0, or None")
+        if self.window_layers and (self.sliding_window is None or self.sliding_window < 1):
+            raise ValueError(f"{self.sliding_window=} must be at least 1, for {self.window_layers=}")
+        if not set(self.window_layers) < set(range(self.num_hidden_layers)):
+            raise ValueError(
+                f"{self.window_layers=} must be some of the {self.num_hidden_layers} layers, from 0 on, and not all"
+            )
         if any(not 0 <= token < self.vocab_size for token in self.eos_token_ids):
             raise ValueError(f"{self.eos_token_ids=} must be tokens, from 0 to {self.vocab_size - 1}")
 
@@ -102,6 +161,17 @@ class LlamaConfig:
         }
         if self.qk_norm:
             layer |= {"self_attn.q_norm": (self.head_dim,), "self_attn.k_norm": (self.head_dim,)}
+        biases = {}
+        if self.attention_bias:
+            biases |= {f"self_attn.{name}_proj.bias": (n,) for name, n in (("q", q), ("k", kv), ("v", kv), ("o", d))}
+        if self.attention_sinks:
+            biases |= {"self_attn.sinks": (self.num_attention_heads,)}
+        if self.expert_bias:
+            biases |= {
+                "mlp.gate.bias": (self.num_experts,),
+                "mlp.experts.gate_up_proj.bias": (self.num_experts, 2 * self.intermediate_size),
+                "mlp.experts.down_proj.bias": (self.num_experts, d),
+            }
         if self.num_experts:
             layer |= {
                 "mlp.gate": (self.num_experts, d),
@@ -114,18 +184,37 @@ class LlamaConfig:
                 "mlp.up_proj": (self.intermediate_size, d),
                 "mlp.down_proj": (d, self.intermediate_size),
             }
+        layer = {f"{name}.weight": shape for name, shape in layer.items()} | biases
         shapes = {
-            f"model.layers.{i}.{name}.weight": shape
-            for i in range(self.num_hidden_layers)
-            for name, shape in layer.items()
+            f"model.layers.{i}.{name}": shape for i in range(self.num_hidden_layers) for name, shape in layer.items()
         }
         shapes |= {"model.embed_tokens.weight": (self.vocab_size, d), "model.norm.weight": (d,)}
         return shapes if self.tie_word_embeddings else shapes | {"lm_head.weight": (self.vocab_size, d)}
 
     @property
+    def window(self) -> int | None:
+        """`sliding_window`, if a layer has one."""
+        return self.sliding_window if self.window_layers else None
+
+    @property
+    def page_layers(self) -> int:
+        """Layers whose keys and values a page holds: those with a window, or the others, whichever are more."""
+        return max(len(self.window_layers), self.num_hidden_layers - len(self.window_layers))
+
+    @property
+    def places_in_page(self) -> tuple[int, ...]:
+        """For each layer, how many layers of its kind come before it."""
+        counts, places = [0, 0], []
+        for i in range(self.num_hidden_layers):
+            kind = i in self.window_layers
+            places.append(counts[kind])
+            counts[kind] += 1
+        return tuple(places)
+
+    @property
     def page_bytes_per_token(self) -> int:
-        """Keys and values of one token, in all layers."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        """Keys and values of one token in a page."""
+        return 2 * self.page_layers * self.num_key_value_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
 
 
 def _convert_numbers(config) -> None:
@@ -133,8 +222,8 @@ def _convert_numbers(config) -> None:
     for field in dataclasses.fields(config):
         kind, value = field.type, getattr(config, field.name)
         convert = functools.partial(_host.option, f"serving.{type(config).__name__}", field.name)
-        if kind == int | None and value is not None:
-            kind = int
+        if kind in (int | None, float | None) and value is not None:
+            kind = int if kind == int | None else float
         if kind == tuple[int, ...]:
             value = tuple(convert(token, int) for token in ([value] if np.ndim(value) == 0 else value))
         elif kind in (int, float, bool):
@@ -168,7 +257,9 @@ def init(config: LlamaConfig, seed: int = 0) -> dict[str, jax.Array]:
     params = {}
     for i, (name, shape) in enumerate(config.shapes.items()):
         noise = jax.random.normal(jax.random.fold_in(jax.random.key(seed), i), shape, jnp.float32)
-        if len(shape) == 1:
+        if name.endswith((".bias", ".sinks")):
+            noise *= 0.1
+        elif len(shape) == 1:
             noise = 1 + 0.1 * noise
         elif name != "model.embed_tokens.weight" or config.tie_word_embeddings:
             noise *= shape[1] ** -0.5  # Inputs of a product come second, in experts' weights too.

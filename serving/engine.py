@@ -51,8 +51,9 @@ class Engine:
     Args:
       config: the model's sizes.
       params: its parameters, of `init` or `load`. The engine keeps them joined, which are copies of most: drop yours.
-      num_pages: of the cache, in each layer; with `LlamaConfig.page_bytes_per_token` bytes per token, or one byte per
-        value in 8 bits.
+      num_pages: of the cache, with `LlamaConfig.page_bytes_per_token` bytes per token, or one byte per value in 8 bits.
+        A page holds keys and values of all layers, or, if some see a window of tokens, either of these or of the
+        others. `serving.memory` says how much memory that is, and for how many sequences.
       page_size: tokens per page.
       max_seqs: sequences of a step.
       max_tokens_per_step: tokens of a step; at least `max_seqs`.
@@ -94,8 +95,10 @@ class Engine:
         self.config, self.backend, self.ahead, self.kv_cache_dtype = config, backend, ahead, kv_cache_dtype
         self.compiler_options = _checked(compiler_options or {})
         self.allocator = PageAllocator(num_pages, page_size)
-        self.scheduler = Scheduler(self.allocator, max_seqs=max_seqs, max_tokens_per_step=max_tokens_per_step)
-        most = min(num_pages * page_size, config.max_position_embeddings or num_pages * page_size)
+        self.scheduler = Scheduler(
+            self.allocator, max_seqs=max_seqs, max_tokens_per_step=max_tokens_per_step, window=config.window
+        )
+        most = min(self.scheduler.most_tokens, config.max_position_embeddings or self.scheduler.most_tokens)
         self.max_seq_len = most if max_seq_len is None else whole("max_seq_len", max_seq_len, int)
         if not 1 <= self.max_seq_len <= most:
             raise ValueError(f"Engine: {max_seq_len=} must be from 1 to {most}, which the model and the cache allow")
@@ -216,7 +219,7 @@ class Engine:
                 backend=self.backend, counts=counts, compiler_options=self.compiler_options,
             )  # fmt: skip
         for i, (num_tokens, width, decode) in enumerate(found):
-            batch = padding(num_tokens, width, s.max_seqs)
+            batch = padding(num_tokens, width, s.max_seqs, windows=bool(self.config.window_layers))
             for temperature, top_k in ((0, 1), (1, ALL_TOKENS), *([(1, 1)] if i == 0 else [])):
                 batch.temperatures[:], batch.top_ks[:] = temperature, top_k
                 for logprobs in (False, True) if i == 0 else (False,):

@@ -5,7 +5,7 @@ refused. Where two keys say the same thing, as `rope_scaling` and `rope_paramete
 other: libraries differ in which of the two they believe.
 """
 
-from serving.config import LlamaConfig, RopeScaling
+from serving.config import LlamaConfig, RopeScaling, YarnScaling
 
 # Keys that change no logits: how a model was made, how it is trained, what others do with it, how they sample from it.
 IGNORED = set(
@@ -42,7 +42,14 @@ OF_EXPERTS = {
     "qwen3_moe": {
         "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
     },
+    "gpt_oss": {
+        "num_local_experts", "num_experts", "num_experts_per_tok", "experts_per_token", "swiglu_limit", "swiglu_alpha",
+        "initial_context_length",
+    },
 }  # fmt: skip
+SWIGLU_ALPHA = 1.702  # gpt-oss's, and the only one that `cookbook.moe` has.
+# Keys of `ONLY` that an architecture reads all the same.
+ALSO_READ = {"gpt_oss": {"attention_bias", "sliding_window"}}
 
 
 def config_of(raw: dict, dtype: str | None = None, generation: dict | None = None) -> LlamaConfig:
@@ -65,9 +72,10 @@ def config_of(raw: dict, dtype: str | None = None, generation: dict | None = Non
     for key, value in ONLY.items():
         # Qwen3 writes a window that it does not use.
         is_unused = key == "sliding_window" and raw.get("use_sliding_window") is False
-        if raw.get(key, value) != value and not is_unused:
+        is_read = is_unused or key in ALSO_READ.get(model_type, ())
+        if raw.get(key, value) != value and not is_read:
             raise ValueError(f"config.json: {key} = {raw[key]!r} is not supported; must be {value!r}")
-    if other := set(raw.get("layer_types") or ()) - {"full_attention"}:
+    if model_type != "gpt_oss" and (other := set(raw.get("layer_types") or ()) - {"full_attention"}):
         raise ValueError(f"config.json: layer_types has {min(other)!r}, not supported; must all be 'full_attention'")
     sizes = {}
     # Their defaults depend on the architecture, and on the version that wrote the file.
@@ -86,22 +94,52 @@ def config_of(raw: dict, dtype: str | None = None, generation: dict | None = Non
     eos = [*_tokens(raw.get("eos_token_id")), *_tokens((generation or {}).get("eos_token_id"))]
     if OF_EXPERTS[model_type]:
         sizes["num_experts"] = _agreed(raw, "num_local_experts", "num_experts")
-        sizes["num_experts_per_tok"] = raw.get("num_experts_per_tok")
+        sizes["num_experts_per_tok"] = _agreed(raw, "num_experts_per_tok", "experts_per_token")
         if None in sizes.values():
             raise ValueError("config.json: lacks num_local_experts (or num_experts) or num_experts_per_tok")
         # A file leaves out what is the default of its architecture.
-        sizes["norm_topk_prob"] = raw.get("norm_topk_prob", model_type == "mixtral")
+        sizes["norm_topk_prob"] = raw.get("norm_topk_prob", model_type != "qwen3_moe")
         sizes["intermediate_size"] = raw.get("moe_intermediate_size", sizes["intermediate_size"])
+    if model_type == "gpt_oss":
+        sizes |= _of_gpt_oss(raw, scaling)
     return LlamaConfig(
         **sizes,
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
-        dtype=dtype or _agreed(raw, "dtype", "torch_dtype") or "float32",
+        dtype=dtype or _agreed(raw, "dtype", "torch_dtype") or ("bfloat16" if model_type == "gpt_oss" else "float32"),
         qk_norm=model_type.startswith("qwen3"),
         max_position_embeddings=raw.get("max_position_embeddings"),
         eos_token_ids=tuple(dict.fromkeys(eos)),
     )
+
+
+def _of_gpt_oss(raw: dict, scaling: RopeScaling | YarnScaling | None) -> dict:
+    """The fields of `LlamaConfig` that only gpt-oss has."""
+    if raw.get("swiglu_alpha", SWIGLU_ALPHA) != SWIGLU_ALPHA:
+        raise ValueError(
+            f"config.json: swiglu_alpha = {raw['swiglu_alpha']!r} is not supported; must be {SWIGLU_ALPHA}"
+        )
+    first = raw.get("initial_context_length")
+    if first is not None and first != getattr(scaling, "original_max_position_embeddings", first):
+        raise ValueError(
+            f"config.json: initial_context_length = {first!r} and original_max_position_embeddings = "
+            f"{scaling.original_max_position_embeddings!r} mean the same; must be equal: remove the wrong one"
+        )
+    layers = raw["num_hidden_layers"]
+    kinds = raw.get("layer_types") or ["sliding_attention", "full_attention"] * layers
+    if other := set(kinds) - {"sliding_attention", "full_attention"}:
+        raise ValueError(
+            f"config.json: layer_types has {min(other)!r}, not supported; must be 'sliding_attention' or "
+            "'full_attention'"
+        )
+    if "layer_types" in raw and len(kinds) != layers:
+        raise ValueError(f"config.json: layer_types has {len(kinds)} layers; must have num_hidden_layers = {layers}")
+    return dict(
+        attention_bias=raw.get("attention_bias", True), attention_sinks=True, expert_bias=True,
+        sliding_window=raw.get("sliding_window", 128), swiglu_limit=raw.get("swiglu_limit", 7.0),
+        window_layers=tuple(i for i, kind in enumerate(kinds[:layers]) if kind == "sliding_attention"),
+    )  # fmt: skip
 
 
 def _tokens(value) -> list[int]:
@@ -126,7 +164,7 @@ def _agreed(values: dict, *names: str):
     return next(iter(found.values()), None)
 
 
-def _rope_of(raw: dict) -> tuple[float, RopeScaling | None]:
+def _rope_of(raw: dict) -> tuple[float, RopeScaling | YarnScaling | None]:
     """The rotary base and scaling. Both are in `rope_parameters` since version 5 of transformers. Before it wrote the
     base beside `rope_scaling`."""
     ropes = {key: raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)}
@@ -140,7 +178,7 @@ def _rope_of(raw: dict) -> tuple[float, RopeScaling | None]:
     return 10000.0 if theta is None else theta, next(iter(scalings.values()), None)
 
 
-def _scaling_of(key: str, rope: dict) -> RopeScaling | None:
+def _scaling_of(key: str, rope: dict) -> RopeScaling | YarnScaling | None:
     rope = {name: value for name, value in rope.items() if value is not None and name != "rope_theta"}
     kind = _agreed(rope, "rope_type", "type") or "default"
     rope = {name: value for name, value in rope.items() if name not in ("rope_type", "type")}
@@ -149,19 +187,25 @@ def _scaling_of(key: str, rope: dict) -> RopeScaling | None:
     if (kind, rope) in (("default", {}), ("linear", dict(factor=1))):
         return None
     names = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    if kind != "llama3" or rope.keys() != names:
-        raise ValueError(
-            f"config.json: {key} has rope_type = {kind!r} with {rope}, not supported; must be 'default' with nothing "
-            f"else, 'linear' with a factor of 1, or 'llama3' with {sorted(names)}"
-        )
-    return RopeScaling(**rope)
+    if kind == "llama3" and rope.keys() == names:
+        return RopeScaling(**rope)
+    required, more = ({"factor", "original_max_position_embeddings"},
+                      {"beta_fast", "beta_slow", "truncate", "attention_factor"})  # fmt: skip
+    if kind == "yarn" and required <= rope.keys() <= required | more:
+        return YarnScaling(**rope)
+    raise ValueError(
+        f"config.json: {key} has rope_type = {kind!r} with {rope}, not supported; must be 'default' with nothing "
+        f"else, 'linear' with a factor of 1, 'llama3' with {sorted(names)}, or 'yarn' with {sorted(required)} and at "
+        f"most {sorted(more)}"
+    )
 
 
 def raw_of(config: LlamaConfig, model_type: str) -> dict:
     """The inverse of `config_of`."""
     rope = dict(rope_type="default", rope_theta=config.rope_theta)
     if config.rope_scaling:
-        rope |= dict(rope_type="llama3", **vars(config.rope_scaling))
+        kind = "yarn" if isinstance(config.rope_scaling, YarnScaling) else "llama3"
+        rope |= dict(rope_type=kind, **vars(config.rope_scaling))
     names = READ - {"torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "eos_token_id"}
     raw = dict(model_type=model_type, rope_parameters=rope, hidden_act="silu", eos_token_id=list(config.eos_token_ids))
     raw |= {name: getattr(config, name) for name in sorted(names)}
@@ -169,6 +213,11 @@ def raw_of(config: LlamaConfig, model_type: str) -> dict:
         raw |= dict(num_local_experts=config.num_experts, num_experts_per_tok=config.num_experts_per_tok)
     if model_type == "qwen3_moe":
         raw |= dict(moe_intermediate_size=config.intermediate_size, norm_topk_prob=config.norm_topk_prob)
+    if model_type == "gpt_oss":
+        kinds = ["sliding_attention" if i in config.window_layers else "full_attention"
+                 for i in range(config.num_hidden_layers)]  # fmt: skip
+        names = "attention_bias", "sliding_window", "swiglu_limit"
+        raw |= dict(layer_types=kinds, **{name: getattr(config, name) for name in names})
     architecture = "".join(map(str.capitalize, model_type.split("_")))
     return {name: value for name, value in raw.items() if value is not None} | dict(
         architectures=[f"{architecture}ForCausalLM"]

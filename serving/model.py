@@ -1,7 +1,8 @@
 """A decoder as Llama's: RMSNorm, rotary positions, grouped-query attention, SwiGLU; over a paged cache.
 
 Its variants: heads of queries and keys that are normalised (Qwen3), a mixture of experts in place of the MLP (Mixtral,
-Qwen3-MoE), Llama 3's rotary frequencies.
+Qwen3-MoE), Llama 3's rotary frequencies and YaRN's; biases, windows of attention in some layers, attention sinks and a
+clamped SwiGLU (gpt-oss).
 
 Parameters are a flat dict. A weight is (outputs, inputs), under its name in Hugging Face's checkpoints:
 `model.layers.0.self_attn.q_proj.weight` is the first layer's of queries. Experts' weights are joined and (experts,
@@ -14,7 +15,6 @@ A layer of a step that decodes is as few kernels as there are points where all t
     norm (adds the residual)  ->  product q, k, v  ->  rotation and write to the pages  ->  attention, and its merge
     ->  product o  ->  norm (adds the residual)  ->  product gate, up with SwiGLU  ->  product down
 
-Not supported: biases, windows of attention.
 Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (2023).
 """
 
@@ -26,23 +26,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from serving.backends import backend as backend_of
-from serving.config import LlamaConfig, RopeScaling
+from serving.config import LlamaConfig, RopeScaling, YarnScaling
 from serving.weights import rows_of
 
 
 def empty_pages(
     config: LlamaConfig, num_pages: int, page_size: int, kv_cache_dtype: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """(k_pages, v_pages): (layers, num_pages, page_size, num_key_value_heads, head_dim) each, zeros; of float8_e4m3fn
-    if `kv_cache_dtype` is "fp8". The host hands over each array in each step, so that two cost less than two a layer.
+    """(k_pages, v_pages): (page_layers, num_pages, page_size, num_key_value_heads, head_dim) each, zeros; of
+    float8_e4m3fn if `kv_cache_dtype` is "fp8". The host hands over each array in each step, so that two cost less than
+    two a layer.
     """
-    shape = config.num_hidden_layers, num_pages, page_size, config.num_key_value_heads, config.head_dim
+    shape = config.page_layers, num_pages, page_size, config.num_key_value_heads, config.head_dim
     dtype = jnp.float8_e4m3fn if kv_cache_dtype == "fp8" else config.dtype
     return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
     """T tokens of R sequences, packed one after the other, and padding after them."""
 
@@ -50,6 +51,9 @@ class Batch:
     positions: jax.Array  # (T,) int32: where a token stands in its sequence, from 0 on.
     slot_mapping: jax.Array  # (T,) int32: page * page_size + offset, where its keys and values go; -1 for padding.
     block_tables: jax.Array  # (R, pages a sequence) int32.
+    # With windows, the same of the layers that have one; an entry is -1 where the page is given back.
+    window_slot_mapping: jax.Array | None = None
+    window_tables: jax.Array | None = None
     kv_lens: jax.Array  # (R,) int32: tokens of each sequence, those of this batch included; 0 for padding.
     cu_seqlens_q: jax.Array  # (R + 1,) int32: sequence i has the tokens from cu_seqlens_q[i] to cu_seqlens_q[i + 1].
     temperatures: jax.Array  # (R,) float32.
@@ -59,21 +63,24 @@ class Batch:
     min_ps: jax.Array  # (R,) float32.
 
 
-def angles(positions, head_dim: int, theta: float, scaling: RopeScaling | None = None):
+def angles(positions, head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None = None):
     """cos and sin, (T, head_dim / 2) float32 each, of the angles position / theta**(2 i / head_dim).
 
     Args:
       positions: (T,).
-      scaling: changes the angles a token.
+      scaling: changes the angles a token, and multiplies both results by its `attention_factor`.
     """
     half = head_dim // 2
     frequencies = theta ** (-np.arange(half) / half)
-    frequencies = np.float32(scaling.scaled(frequencies) if scaling else frequencies)
+    frequencies = np.float32(scaling.scaled(frequencies, theta) if scaling else frequencies)
     turned = positions[:, None] * frequencies
-    return jnp.cos(turned), jnp.sin(turned)
+    cos, sin = jnp.cos(turned), jnp.sin(turned)
+    if scaling and scaling.attention_factor != 1:
+        return cos * scaling.attention_factor, sin * scaling.attention_factor
+    return cos, sin
 
 
-def rotate(x, positions, theta: float, scaling: RopeScaling | None = None):
+def rotate(x, positions, theta: float, scaling: RopeScaling | YarnScaling | None = None):
     """Rotary positions: values i and i + H / 2 of a head are turned by the i-th of its token's `angles`.
 
     Args:
@@ -103,14 +110,23 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
     """
     ops, dtype, rows = backend_of(backend), jnp.dtype(config.dtype), batch.tokens.shape[0]
     weight = lambda name: weights[f"{name}.weight"]
-    linear = lambda x, name, out=dtype: ops.linear(x, weight(name), out)
     attend = ops.paged_attention if decode else ops.ragged_paged_attention
     lens = batch.kv_lens, *(() if decode else (batch.cu_seqlens_q,))
-    shape, layers = pages[0].shape, np.arange(config.num_hidden_layers, dtype=np.int32)
+    shape, layers, places = pages[0].shape, np.arange(config.page_layers, dtype=np.int32), config.places_in_page
     pages = [x.reshape(-1, *shape[2:]) for x in pages]  # One layer's after the other's.
-    block_tables = batch.block_tables + layers[:, None, None] * shape[1]
-    slots = jnp.where(batch.slot_mapping < 0, -1, batch.slot_mapping + layers[:, None] * (shape[1] * shape[2]))
+    tables = [batch.block_tables + layers[:, None, None] * shape[1]]
+    in_layers = lambda mapping: jnp.where(mapping < 0, -1, mapping + layers[:, None] * (shape[1] * shape[2]))
+    slots = [in_layers(batch.slot_mapping)]
+    if config.window_layers:
+        given_back = batch.window_tables < 0
+        tables.append(jnp.where(given_back, -1, batch.window_tables + layers[:, None, None] * shape[1]))
+        slots.append(in_layers(batch.window_slot_mapping))
     turns = angles(batch.positions, config.head_dim, config.rope_theta, config.rope_scaling)
+
+    def linear(x, name, out=dtype):
+        if (bias := weights.get(f"{name}.bias")) is None:
+            return ops.linear(x, weight(name), out)
+        return (ops.linear(x, weight(name), jnp.float32) + bias.astype(jnp.float32)).astype(out)
 
     def normed(x, added, name):
         """The norm of x + added, and that sum: the residual, which stays float32."""
@@ -123,16 +139,23 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
         y, x = normed(x, added, f"{layer}.input_layernorm")
         qkv = linear(y, f"{layer}.self_attn.qkv_proj").reshape(rows, -1, config.head_dim)
         norms = {f"{name}_norm": weight(f"{layer}.self_attn.{name}_norm") for name in "qk" if config.qk_norm}
-        q, *pages = ops.rope_write_kv(qkv, *turns, *pages, slots[i], eps=config.rms_norm_eps, **norms)
-        out = attend(q, *pages, block_tables[i], *lens)
+        how = dict(sinks=weights[f"{layer}.self_attn.sinks"]) if config.attention_sinks else {}
+        kind, at = int(i in config.window_layers), places[i]
+        if kind:
+            how |= dict(local_window_size=config.sliding_window - 1)  # Without the token that asks.
+        q, *pages = ops.rope_write_kv(qkv, *turns, *pages, slots[kind][at], eps=config.rms_norm_eps, **norms)
+        out = attend(q, *pages, tables[kind][at], *lens, **how)
         added = linear(out.reshape(rows, -1), f"{layer}.self_attn.o_proj", jnp.float32)
         y, x = normed(x, added, f"{layer}.post_attention_layernorm")
         if config.num_experts:
             experts = (weight(f"{layer}.mlp.experts.{name}_proj") for name in ("gate_up", "down"))
             router_logits = linear(y, f"{layer}.mlp.gate", jnp.float32)
-            added = ops.moe(
-                y, router_logits, *experts, top_k=config.num_experts_per_tok, renormalize=config.norm_topk_prob
-            )
+            how = dict(top_k=config.num_experts_per_tok, renormalize=config.norm_topk_prob)
+            if config.expert_bias:
+                how |= {f"b_{name}": weights[f"{layer}.mlp.experts.{name}_proj.bias"] for name in ("gate_up", "down")}
+            if config.swiglu_limit is not None:
+                how |= dict(swiglu_limit=config.swiglu_limit)
+            added = ops.moe(y, router_logits, *experts, **how)
         else:
             added = linear(ops.gated(y, weight(f"{layer}.mlp.gate_up_proj")), f"{layer}.mlp.down_proj", jnp.float32)
     if not decode:

@@ -106,6 +106,10 @@ class PageAllocator:
             self._log(lambda page=page: self._drop(page))
         return pages
 
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a page with the contents of `key` is here."""
+        return key in self._page_of
+
     def publish(self, page: int, key: bytes) -> None:
         """Says that `page`, which the caller holds, is full and has the contents of `key`, for others to share.
 

@@ -26,8 +26,10 @@ def generate(config: LlamaConfig, params, request: Request, max_seq_len: int) ->
     Raises:
       ValueError: the cache is too short, or the model one that this reference does not have.
     """
-    if config.qk_norm or config.num_experts:
-        raise ValueError(f"generate: {config}; must have neither norms of heads nor experts, which are not in here")
+    if config.qk_norm or config.num_experts or config.attention_bias or config.attention_sinks or config.window_layers:
+        raise ValueError(
+            f"generate: {config}; must have no norms of heads, experts, biases, sinks or windows, which are not in here"
+        )
     if request.top_k or request.top_p < 1 or request.min_p:
         raise ValueError("generate: top_k, top_p and min_p are not in here; must be None, 1 and 0")
     num_prompt, most = len(request.prompt), len(request.prompt) + request.max_new_tokens

@@ -54,6 +54,9 @@ class Request:
     error: Exception | None = dataclasses.field(default=None, init=False)  # Why the engine gave it up.
     is_cancelled: bool = dataclasses.field(default=False, init=False)
     pages: list[int] = dataclasses.field(default_factory=list, init=False)  # Its block table, of its first tokens.
+    # The same of the layers with a window, of which the first `num_window_freed` are given back.
+    window_pages: list[int] = dataclasses.field(default_factory=list, init=False)
+    num_window_freed: int = dataclasses.field(default=0, init=False)
     keys: list[bytes] = dataclasses.field(default_factory=list, init=False)  # Keys of its full pages.
     num_computed: int = dataclasses.field(default=0, init=False)  # Tokens that steps so far have put into `pages`.
     num_pending: int = dataclasses.field(default=0, init=False)  # Tokens that are sampled, and not in `tokens` yet.
@@ -111,6 +114,15 @@ class Request:
         """Tokens that are to be computed before the next can be sampled: 1 while it is decoding, 0 at the end."""
         num_tokens = len(self.tokens) + self.num_pending
         return num_tokens - self.num_computed if num_tokens < self._num_tokens_max else 0
+
+    @property
+    def held_pages(self) -> list[int]:
+        """All pages that it holds."""
+        return self.pages + self.window_pages[self.num_window_freed :]
+
+    def forget_pages(self) -> None:
+        """It holds none, and nothing of it is computed."""
+        self.pages, self.window_pages, self.num_window_freed, self.num_computed = [], [], 0, 0
 
     @functools.cached_property
     def is_plain(self) -> bool:

@@ -12,6 +12,11 @@ waits joins after them. A page can be shared from the moment at which a step tha
 the same step too: steps are computed in their order, and within a step keys and values are written before they are
 read.
 
+In a model some of whose layers see a window of tokens, a request has two block tables: one for the layers that see all
+tokens, and one for the others, whose pages are given back as soon as the window has passed them. A page is of either
+kind, so one allocator has them all. A prefix is shared if its pages of the first kind are there, and those of the
+second that the next token sees.
+
 Faults: `unschedule` takes a schedule back. A method that is left by an exception half-way leaves `is_broken` set, and
 `restart` makes the books anew, from the requests alone. No arrays are in here.
 
@@ -32,10 +37,16 @@ SPARE = 1 / 64  # The share of pages that stay free when a request joins others.
 
 
 class Before(NamedTuple):
-    """The books as a schedule found them: running requests with (pages, their number, tokens computed, pending)."""
+    """The books as a schedule found them: running requests with (pages, window pages, their number, window pages that
+    were given back, tokens computed, pending, times preempted)."""
 
-    running: list[tuple[Request, list[int], int, int, int, int]]
+    running: list[tuple[Request, list[int], list[int], int, int, int, int, int]]
     counts: tuple[int, int, int]
+
+
+def window_key(key: bytes) -> bytes:
+    """The key of a page of the layers with a window."""
+    return key + b"window"
 
 
 class Scheduler:
@@ -43,9 +54,15 @@ class Scheduler:
 
     One more step, or several at once, may be scheduled before the schedule before is completed. They are computed after
     its steps, as they may use pages that these have used.
+
+    Args:
+      window: how many tokens the layers with a window see, the one that asks included; None if there are no such
+        layers.
     """
 
-    def __init__(self, allocator: PageAllocator, *, max_seqs: int, max_tokens_per_step: int):
+    def __init__(
+        self, allocator: PageAllocator, *, max_seqs: int, max_tokens_per_step: int, window: int | None = None
+    ):  # fmt: skip
         self.max_seqs = _host.option("serving.Scheduler", "max_seqs", max_seqs, int)
         self.max_tokens_per_step = _host.option("serving.Scheduler", "max_tokens_per_step", max_tokens_per_step, int)
         if max_seqs < 1 or max_tokens_per_step < max_seqs:
@@ -53,7 +70,7 @@ class Scheduler:
                 f"Scheduler: {max_seqs=} must be at least 1, {max_tokens_per_step=} at least that, so that each "
                 "sequence can have a token a step"
             )
-        self.allocator = allocator
+        self.allocator, self.window = allocator, window
         self.running: list[Request] = []
         self.waiting: collections.deque[Request] = collections.deque()
         self.num_preemptions = 0
@@ -76,10 +93,10 @@ class Scheduler:
         if request.submitted is not None:
             raise ValueError("submit: the request was submitted before; make a new Request")
         most = len(request.prompt) + request.max_new_tokens - 1  # The last token is sampled and never computed.
-        if self._pages_for(most) > self.allocator.num_pages:
+        if (needed := self.pages_of(most)) > self.allocator.num_pages:
             raise ValueError(
                 f"submit: a prompt of {len(request.prompt)} tokens, max_new_tokens = {request.max_new_tokens} need "
-                f"{self._pages_for(most)} pages of {self.allocator.page_size} tokens, and the cache has "
+                f"{needed} pages of {self.allocator.page_size} tokens, and the cache has "
                 f"{self.allocator.num_pages}: ask for fewer tokens, or give the engine more pages"
             )
         with self._changing():
@@ -129,14 +146,15 @@ class Scheduler:
             self.allocator.rollback()
             while len(self.running) > len(running):  # All that run arrived before all that wait, then as now.
                 request = self.running.pop()
-                request.pages, request.num_computed, request.num_pending = [], 0, 0
+                request.forget_pages()
+                request.num_pending = 0
                 self.waiting.appendleft(request)
             while len(self.running) < len(running):
                 self.running.append(self.waiting.popleft())
-            for request, pages, num_pages, *numbers in running:
-                del pages[num_pages:]
-                request.pages = pages
-                request.num_computed, request.num_pending, request.num_preempted = numbers
+            for request, pages, window_pages, num_pages, *numbers in running:
+                del pages[num_pages:], window_pages[num_pages:]
+                request.pages, request.window_pages = pages, window_pages
+                request.num_window_freed, request.num_computed, request.num_pending, request.num_preempted = numbers
             self.num_preemptions, self.num_shared_pages, self.num_open = counts
             self.before = None
 
@@ -199,7 +217,8 @@ class Scheduler:
             self.allocator.clear()
             self._requests = {request: None for request in self._requests if not request.finished}
             for request in self._requests:
-                request.pages, request.num_computed, request.num_pending = [], 0, 0
+                request.forget_pages()
+                request.num_pending = 0
             self.running, self.waiting = [], collections.deque(self._requests)
             self.before, self.num_open = None, 0
 
@@ -209,7 +228,7 @@ class Scheduler:
         Raises:
           RuntimeError: they differ.
         """
-        self.allocator.check(request.pages for request in [*self.running, *self.waiting])
+        self.allocator.check(request.held_pages for request in [*self.running, *self.waiting])
 
     @contextlib.contextmanager
     def _changing(self):
@@ -219,13 +238,16 @@ class Scheduler:
         self.is_broken = False
 
     def _books(self) -> Before:
+        pages_of = lambda r: (r.pages, r.window_pages, len(r.pages), r.num_window_freed)
         return Before(
-            [(r, r.pages, len(r.pages), r.num_computed, r.num_pending, r.num_preempted) for r in self.running],
+            [(r, *pages_of(r), r.num_computed, r.num_pending, r.num_preempted) for r in self.running],
             (self.num_preemptions, self.num_shared_pages, self.num_open),
         )
 
     def _chunks(self) -> list[Chunk]:
         chunks: list[Chunk] = []
+        for request in self.running if self.window else ():
+            self._free_window(request)
         budget, preemptions = self.max_tokens_per_step, self.num_preemptions
         i = 0
         while i < len(self.running):  # Preemption takes requests off its end.
@@ -264,19 +286,21 @@ class Scheduler:
 
     def _missing(self, count: int) -> int:
         """Pages that all running requests lack for `count` more tokens each, or for as many as they have left."""
-        return sum(
+        missing = sum(
             self._pages_for(request.num_computed + min(request.num_left, count)) - len(request.pages)
             for request in self.running
         )
+        return 2 * missing if self.window else missing
 
     def _admit(self, budget: int) -> Chunk | None:
         """The first chunk of the first request that waits, which then runs; None if it has to wait for pages."""
         request, page_size = self.waiting[0], self.allocator.page_size
         extend_keys(request.keys, request.tokens, page_size)
         # Its last token is computed in any case: the logits of the next one come of it.
-        request.pages = self.allocator.share(request.keys[: (len(request.tokens) - 1) // page_size])
+        self._share(request, request.keys[: (len(request.tokens) - 1) // page_size])
         request.num_computed = len(request.pages) * page_size
-        missing = self._pages_for(request.num_computed + request.num_uncomputed) - len(request.pages)
+        total = request.num_computed + request.num_uncomputed
+        missing = self.pages_of(total) - len(request.held_pages)
         spare = int(SPARE * self.allocator.num_pages) if self.running else 0
         if self.allocator.num_available < missing + spare:
             self._release(request)
@@ -286,6 +310,31 @@ class Scheduler:
         self.num_shared_pages += request.num_computed // page_size
         self.running.append(self.waiting.popleft())
         return self._chunk(request, count)
+
+    def _share(self, request: Request, keys: list[bytes]) -> None:
+        """Gives a request the pages of the longest prefix of `keys` that it can go on from."""
+        pages = self.allocator.share(keys)
+        if self.window:
+            count, page_size = len(pages), self.allocator.page_size
+            seen = lambda count: [window_key(key) for key in keys[self._first_seen(count * page_size) : count]]
+            while not all(key in self.allocator for key in seen(count)):
+                count -= 1
+            self.allocator.release(pages[count:])
+            del pages[count:]
+            request.num_window_freed = self._first_seen(count * page_size)
+            request.window_pages = [-1] * request.num_window_freed + self.allocator.share(seen(count))
+        request.pages = pages
+
+    def _first_seen(self, token: int) -> int:
+        """The first page that a token, by its place, sees in the layers with a window."""
+        return max(0, token + 1 - self.window) // self.allocator.page_size
+
+    def _free_window(self, request: Request) -> None:
+        """Gives back the pages that the next token to be computed does not see in the layers with a window."""
+        first = self._first_seen(request.num_computed)
+        if first > request.num_window_freed:
+            self.allocator.release(request.window_pages[request.num_window_freed : first])
+            request.num_window_freed = first
 
     def _chunk(self, request: Request, count: int) -> Chunk:
         chunk = Chunk(request, request.num_computed, request.num_computed + count)
@@ -304,7 +353,8 @@ class Scheduler:
     def _fail(self, chunk: Chunk, step: int) -> None:
         """Takes note that the logits of this step of a chunk are not finite."""
         request = chunk.request
-        self.allocator.forget(request.keys[(chunk.start + step) // self.allocator.page_size :])
+        keys = request.keys[(chunk.start + step) // self.allocator.page_size :]
+        self.allocator.forget([*keys, *map(window_key, keys)])
         last = chunk.end - max(chunk.num_sampled, 1) + step
         request.error = FloatingPointError(f"the logits after token {last} are not finite")
 
@@ -318,6 +368,8 @@ class Scheduler:
             extend_keys(request.keys, request.tokens, page_size)
             for i in range(first, min(last, len(request.keys))):
                 self.allocator.publish(request.pages[i], request.keys[i])
+                if self.window and i >= request.num_window_freed:
+                    self.allocator.publish(request.window_pages[i], window_key(request.keys[i]))
 
     def _remove(self, request: Request) -> None:
         """Takes a request that has ended off the books."""
@@ -328,8 +380,10 @@ class Scheduler:
     def _grow(self, request: Request, count: int) -> bool:
         """Allocates pages for `count` more tokens of a request. Returns whether there were enough."""
         missing = self._pages_for(request.num_computed + count) - len(request.pages)
-        pages = self.allocator.allocate(missing) if missing else []
-        request.pages += pages or []
+        pages = self.allocator.allocate(2 * missing if self.window else missing) if missing else []
+        if pages:
+            request.pages += pages[:missing]
+            request.window_pages += pages[missing:]
         return pages is not None
 
     def _grow_by_force(self, request: Request, count: int) -> bool:
@@ -345,8 +399,25 @@ class Scheduler:
         return True
 
     def _release(self, request: Request) -> None:
-        self.allocator.release(request.pages)
-        request.pages, request.num_computed = [], 0
+        self.allocator.release(request.held_pages)
+        request.forget_pages()
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.allocator.page_size)
+
+    def _window_pages_for(self, num_tokens: int) -> int:
+        """The most pages that a request of so many tokens holds at once for the layers with a window."""
+        if not self.window:
+            return 0
+        return min(self._pages_for(num_tokens), self._pages_for(self.window - 1 + self.max_tokens_per_step) + 1)
+
+    def pages_of(self, num_tokens: int) -> int:
+        """The most pages that a request of so many tokens holds at once."""
+        return self._pages_for(num_tokens) + self._window_pages_for(num_tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest request that fits into the cache alone."""
+        pages = self.allocator.num_pages
+        of_windows = self._window_pages_for(pages * self.allocator.page_size)
+        return max(pages // 2 if self.window else 0, pages - of_windows) * self.allocator.page_size

@@ -68,18 +68,29 @@ def pack(
     num_pages = np.array([len(request.pages) for request in requests])
     sequence = np.repeat(np.arange(len(chunks)), counts)  # The sequence of each token.
     num_tokens = max_seqs if decode else bucket(len(sequence), max_seqs)
-    batch = padding(num_tokens, bucket(num_pages.max(), width_min), max_seqs, _options(tuple(requests), max_seqs))
+    windows = any(request.window_pages for request in requests)
+    width = bucket(num_pages.max(), width_min)
+    batch = padding(num_tokens, width, max_seqs, _options(tuple(requests), max_seqs), windows=windows)
     batch.cu_seqlens_q[:] = counts.sum()
     batch.cu_seqlens_q[: len(chunks) + 1] = np.append(0, counts.cumsum())
     where = starts[sequence] + np.arange(len(sequence)) - batch.cu_seqlens_q[sequence]
-    pages = itertools.chain.from_iterable(request.pages for request in requests)
-    is_page = np.arange(batch.block_tables.shape[1]) < num_pages[:, None]
-    batch.block_tables[: len(chunks)][is_page] = np.fromiter(pages, np.int32, num_pages.sum())
+    place = np.arange(width)
+
+    def enter(tables, pages):
+        pages = np.fromiter(itertools.chain.from_iterable(pages), np.int32, num_pages.sum())
+        tables[: len(chunks)][place < num_pages[:, None]] = pages
+
+    enter(batch.block_tables, [request.pages for request in requests])
     tokens = itertools.chain.from_iterable(map(tokens_of, chunks, counts.tolist(), itertools.repeat(rows)))
     batch.tokens[: len(where)] = np.fromiter(tokens, np.int32, len(where))
     batch.positions[: len(where)] = where
-    slots = batch.block_tables[sequence, where // page_size] * page_size + where % page_size
-    batch.slot_mapping[: len(where)] = slots
+    slots_in = lambda tables: tables[sequence, where // page_size] * page_size + where % page_size
+    batch.slot_mapping[: len(where)] = slots_in(batch.block_tables)
+    if windows:
+        enter(batch.window_tables, [request.window_pages for request in requests])
+        freed = np.array([request.num_window_freed for request in requests])
+        batch.window_tables[: len(chunks)][place < freed[:, None]] = -1
+        batch.window_slot_mapping[: len(where)] = slots_in(batch.window_tables)
     batch.kv_lens[: len(chunks)] = ends
     return batch
 
@@ -105,13 +116,20 @@ def _options(requests: tuple[Request, ...], max_seqs: int) -> dict[str, np.ndarr
     return options
 
 
-def padding(num_tokens: int, width: int, max_seqs: int, options: Mapping[str, np.ndarray] | None = None) -> Batch:
-    """A batch of no sequences, whose step writes to no page. Its last fields are `options`, if these are given."""
+def padding(
+    num_tokens: int, width: int, max_seqs: int, options: Mapping[str, np.ndarray] | None = None, *,
+    windows: bool = False,
+) -> Batch:  # fmt: skip
+    """A batch of no sequences, whose step writes to no page. Its last fields are `options`, if these are given; with
+    `windows` it has block tables of the layers with a window, too."""
     zeros = lambda *shape, dtype=np.int32: np.zeros(shape, dtype)
     if options is None:
         options = {name: array.copy() for name, array in _options((), max_seqs).items()}
+    no_slots = lambda: np.full(num_tokens, -1, np.int32)
+    if windows:
+        options = dict(options, window_slot_mapping=no_slots(), window_tables=zeros(max_seqs, width))
     return Batch(
-        tokens=zeros(num_tokens), positions=zeros(num_tokens), slot_mapping=np.full(num_tokens, -1, np.int32),
+        tokens=zeros(num_tokens), positions=zeros(num_tokens), slot_mapping=no_slots(),
         block_tables=zeros(max_seqs, width), kv_lens=zeros(max_seqs), cu_seqlens_q=zeros(max_seqs + 1), **options,
     )  # fmt: skip
 
@@ -205,7 +223,7 @@ def compile_steps(
 
     def compile_one(fn, size, **how):
         num_tokens, width, _ = size
-        packed, form = joined(padding(num_tokens, width, max_seqs))
+        packed, form = joined(padding(num_tokens, width, max_seqs, windows=bool(config.window_layers)))
         _program(compiler_options, fn).lower(
             config, weights, pages, packed, previous, **form, **how, backend=backend
         ).compile()
@@ -289,11 +307,20 @@ def decode_program(
     def body(step, carry):
         pages, tokens, found = carry
         positions = first.positions + jnp.int32(step)
-        page = jnp.take_along_axis(first.block_tables, positions[:, None] // page_size, axis=1, mode="clip")[:, 0]
+
+        def page_in(tables):
+            return jnp.take_along_axis(tables, positions[:, None] // page_size, axis=1, mode="clip")[:, 0]
+
+        def slots_of(page):
+            return jnp.where(positions < first.kv_lens, page * page_size + positions % page_size, -1)
+
+        page = page_in(first.block_tables)
         batch = dataclasses.replace(
             first, tokens=tokens, positions=positions, kv_lens=jnp.minimum(positions + 1, first.kv_lens),
-            slot_mapping=jnp.where(positions < first.kv_lens, page * page_size + positions % page_size, -1),
+            slot_mapping=slots_of(page),
         )  # fmt: skip
+        if config.window_layers:
+            batch = dataclasses.replace(batch, window_slot_mapping=slots_of(page_in(first.window_tables)))
         logits, pages = forward(config, weights, pages, batch, backend=backend, decode=True)
         options = Options(batch.temperatures, batch.seeds, batch.kv_lens, batch.top_ks, batch.top_ps, batch.min_ps)
         tokens = sample(logits, options, draws=draws, cuts=False, logprobs=False).tokens

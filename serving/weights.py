@@ -45,9 +45,11 @@ def prepared(config: LlamaConfig, params: dict[str, jax.Array], kind: str | None
     weights = dict(params)
     for i in range(config.num_hidden_layers):
         for joined, parts in JOINED.items():
-            names = [f"model.layers.{i}.{name}.weight" for name in parts]
-            if names[0] in weights:
-                weights[f"model.layers.{i}.{joined}.weight"] = jnp.concatenate([weights.pop(name) for name in names])
+            for kind_of in ("weight", "bias"):
+                names = [f"model.layers.{i}.{name}.{kind_of}" for name in parts]
+                if names[0] in weights:
+                    whole = jnp.concatenate([weights.pop(name) for name in names])
+                    weights[f"model.layers.{i}.{joined}.{kind_of}"] = whole
     return {name: quantised(value) if kind and value.ndim == 2 else value for name, value in weights.items()}
 
 

@@ -15,7 +15,8 @@ row r of x has its row r % groups. The backward kernel is that of all norms (`no
 
 Bound by: memory (two reads, one write; backward three reads, two writes).
 Not supported: groups longer than 65536, activations other than silu, second derivatives.
-Source: Dao and Gu, "Transformers are SSMs" (2024); Wu and He, "Group Normalization" (2018).
+Chapter: notebooks/23b_norms.ipynb. Sources: Dao and Gu, "Transformers are SSMs" (2024); Wu and He, "Group
+Normalization" (2018).
 """
 
 import jax

@@ -23,7 +23,8 @@ times from HBM. The backward kernel, and its barriers, are those of all norms: `
 Bound by: memory (one read, one write; backward two reads). Long rows that are not a multiple of 16 bytes are loaded
 from their first aligned column on (`RaggedPlan`); short ones, and those beyond the registers, in smaller words.
 Not supported: other axes, rows longer than 65536, second derivatives, gradients of an 8-bit result.
-Chapter: notebooks/03_reductions.ipynb. Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+Chapters: notebooks/03_reductions.ipynb, notebooks/23b_norms.ipynb. Source: Zhang and Sennrich, "Root Mean Square Layer
+Normalization" (2019).
 """
 
 import jax

@@ -1,7 +1,6 @@
 """Checkers of the exercises of chapter 3."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from exercises.judge import (
     require_close,
     run_kernel,
     speed,
+    values_loaded,
     wide,
 )
 
@@ -114,29 +114,10 @@ def check_layer_norm(answer) -> str:
 
 def _require_one_read(answer, x) -> None:
     """Raises NotYet if a block loads more values from global memory than a row has."""
-    loaded = _values_loaded(jaxpr_of(answer, x))
+    loaded = values_loaded(jaxpr_of(answer, x))
     if loaded > x.shape[1]:
         times = round(loaded / x.shape[1])
         raise NotYet(f"it is right, but reads each row {times} times: load the row once, and keep it in registers")
-
-
-def _values_loaded(jaxpr) -> int:
-    """Values that a block loads from global memory, to registers or to shared memory. A load in a loop counts as often
-    as the loop runs."""
-    total = 0
-    for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
-        if name in ("get", "load") and "gmem" in str(equation.invars[0].aval):
-            total += math.prod(equation.outvars[0].aval.shape)
-        elif name == "copy_gmem_to_smem":
-            total += math.prod(equation.invars[1].aval.shape)
-        values = jax.tree.leaves(list(params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
-        inner = [getattr(value, "jaxpr", value) for value in values]
-        inside = sum(_values_loaded(value) for value in inner if hasattr(value, "eqns"))
-        if inside and name == "while":
-            raise NotYet("it loads in a loop of unknown length: load the row once, outside of loops")
-        total += inside * params.get("length", 1) if name == "scan" else inside
-    return total
 
 
 def _lengths() -> tuple[int, int]:

@@ -140,7 +140,8 @@ def require_answers(answer, cases, right, likely=(), otherwise="", *, draw=None)
       draw: `draw(rng)` is one more case, a new one each time.
     """
     name, given, names = getattr(answer, "__name__", "it"), [], inspect.signature(right).parameters
-    for case in (*cases, *(drawn(draw) if draw else ())):
+    # So many that a constant is also wrong where the answers are yes and no: of eight, it is right once in 256 times.
+    for case in (*cases, *(drawn(draw, 24) if draw else ())):
         before = copy.deepcopy(case)
         got, want = answer(*case), right(*copy.deepcopy(before))
         where = "for " + ", ".join(f"{key} = {_shown(x)}" for key, x in zip(names, before, strict=False))
@@ -425,6 +426,25 @@ def equations(jaxpr):
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
                 yield from equations(inner)
+
+
+def values_loaded(jaxpr) -> int:
+    """Values that a block loads from global memory, to registers or to shared memory. A load in a loop counts as often
+    as the loop runs."""
+    total = 0
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name in ("get", "load") and "gmem" in str(equation.invars[0].aval):
+            total += math.prod(equation.outvars[0].aval.shape)
+        elif name == "copy_gmem_to_smem":
+            total += math.prod(equation.invars[1].aval.shape)
+        values = jax.tree.leaves(list(params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
+        inner = [getattr(value, "jaxpr", value) for value in values]
+        inside = sum(values_loaded(value) for value in inner if hasattr(value, "eqns"))
+        if inside and name == "while":
+            raise NotYet("it loads in a loop of unknown length: load each value once, in loops of known length")
+        total += inside * params.get("length", 1) if name == "scan" else inside
+    return total
 
 
 def speed(answer, package_kernel, *avals) -> str:

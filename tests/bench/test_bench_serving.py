@@ -30,7 +30,10 @@ def test_sequences_that_decode_have_tokens_of_their_own(monkeypatch):
     assert len(set(tokens.tolist())) > problem.max_seqs // 2
 
 
-@pytest.mark.parametrize("problem", [serving.TINY, serving.LLAMA_1B, serving.MOE_LAYER], ids=lambda it: it.model)
+PROBLEMS = [serving.TINY, serving.LLAMA_1B, serving.MOE_LAYER, serving.GPT_OSS]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda it: it.model)
 def test_sequences_that_decode_share_no_pages(monkeypatch, problem):
     """Shared ones would be read from L2. Nothing is computed: the engine is asked how many pages it has."""
     batches, length = [], 320
@@ -48,6 +51,12 @@ def test_sequences_that_decode_share_no_pages(monkeypatch, problem):
     monkeypatch.setattr(serving, "run_step", step)
     serving._decoding(problem, {}, length, num_steps=1)()
     used = batches[0].block_tables[:, : length // problem.page_size]
+    if problem.config.window:  # Only pages that a window of 128 tokens reaches are read.
+        of_windows = batches[0].window_tables[:, : length // problem.page_size]
+        assert (of_windows[:, :12] == -1).all() and (of_windows[:, 12:] >= 0).all()
+        both = [*used.ravel(), *of_windows[:, 12:].ravel()]
+        assert len(set(both)) == len(both)
+        return
     assert len({*used.ravel().tolist()}) == used.size == problem.max_seqs * length // problem.page_size
     assert used.min() == 0 and used.max() == used.size - 1 and (np.diff(used) != 1).any()
 

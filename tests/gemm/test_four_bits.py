@@ -334,20 +334,17 @@ def test_experts_of_gpt_oss(count):
     weights = *cookbook.pack_mxfp4(blocks, scales + 4), down[0], down[1]
     x, logits = array(rng.normal(size=(10, hidden)), BF16), array(rng.normal(size=(10, 3)), F32)
     biases = array(rng.normal(size=(3, 2 * inner)), F32), array(rng.normal(size=(3, hidden)), F32)
-    offset = None if count == 3 else 1
     mine = lambda arrays: [y[3 - count :] for y in arrays]
 
-    def fn(x, logits, weights, biases):
-        biases = dict(zip(("bias_gate_up", "bias_down"), mine(biases), strict=True))
-        return cookbook.moe_mxfp4_weights(x, logits, *mine(weights), **biases, top_k=2, group_offset=offset)
+    def of(op):
+        def fn(x, logits, weights, biases):
+            b_gate_up, b_down = mine(biases)
+            how = dict(b_gate_up=b_gate_up, b_down=b_down, swiglu_limit=7.0, top_k=2, group_offset=3 - count)
+            return op(x, logits, *mine(weights), **how)
 
-    def reference(x, logits, weights, biases):
-        first = lambda y: y if offset is None else y.at[0].set(0)
-        down = weights[2], first(weights[3])  # A scale of 0 leaves an expert out.
-        return module_of_experts.moe_mxfp4_weights_reference(
-            x, logits, *weights[:2], *down, biases[0], first(biases[1]), top_k=2
-        )
+        return fn
 
+    fn, reference = of(cookbook.moe_mxfp4_weights), of(module_of_experts.moe_mxfp4_weights_reference)
     lab.check(fn, reference, x, logits, weights, biases, gpu=None, tolerance=6e-3)  # Rounded between the products.
 
 

@@ -49,7 +49,7 @@ CALLS = {
     "moe_mxfp4_weights": dict(
         x=ones(4, 16), router_logits=ones(4, 2, dtype=F32), w_gate_up=ones(2, 16, 8, dtype=jnp.uint32),
         gate_up_scales=ones(2, 1, 16, dtype=jnp.uint16), w_down=ones(2, 16, 8, dtype=jnp.uint32),
-        down_scales=ones(2, 1, 16, dtype=jnp.uint16), top_k=1, bias_gate_up=ones(2, 16), bias_down=ones(2, 16)),
+        down_scales=ones(2, 1, 16, dtype=jnp.uint16), top_k=1, b_gate_up=ones(2, 16), b_down=ones(2, 16)),
     "moe": dict(x=ones(4, 16), router_logits=ones(4, 2, dtype=F32), w_gate_up=ones(2, 16, 16), w_down=ones(2, 8, 16),
                 top_k=1),
 }  # fmt: skip

@@ -91,6 +91,49 @@ def test_leading_axes_and_an_expert_without_tokens():
     assert moe(x[:0], logits[:0], *weights, top_k=2).shape == (0, 72)
 
 
+def test_biases_and_the_clamped_swiglu():
+    """Against NumPy in float64; the limit cuts many values. The first two experts are on another device, as it were."""
+    args, rng = operands(24, 6, 72, 64), np.random.default_rng(3)
+    biases = tuple(array(rng.normal(size=(6, n)), jnp.float32) for n in (128, 72))
+
+    def with_biases(fn, x, logits, *of_experts):
+        gate_up, down, b_gate_up, b_down = (w[2:] for w in of_experts)
+        how = dict(top_k=3, swiglu_limit=1.0, group_offset=2, b_gate_up=b_gate_up, b_down=b_down)
+        return fn(x, logits, gate_up, down, **how)
+
+    found = lab.run(functools.partial(with_biases, moe), *args, *biases)
+    x, logits, gate_up, down, b_gate_up, b_down = (np.asarray(a, np.float64) for a in (*args, *biases))
+    wanted = np.zeros_like(x)
+    for t in range(len(x)):
+        chosen = np.argsort(-logits[t])[:3]
+        share = np.exp(logits[t, chosen])
+        for weight, e in zip(share / share.sum(), chosen, strict=True):
+            if e < 2:
+                continue
+            values = x[t] @ gate_up[e] + b_gate_up[e]
+            gate, up = np.minimum(values[:64], 1), np.maximum(np.minimum(values[64:], 1), -1)
+            inner = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+            wanted[t] += weight * (inner @ down[e] + b_down[e])
+    exact = with_biases(reference, *(a.astype(jnp.float32) for a in args), *biases)
+    for out, limit in ((found, 4e-3), (exact, 1e-5)):
+        assert np.linalg.norm(np.float64(out) - wanted) < limit * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("offset", [None, 1])
+def test_gradients_of_biases(offset):
+    """XLA's own gradient would add the rows up one by one."""
+    rng, sizes = np.random.default_rng(0), jnp.array([3, 0, 5, 2])
+    bias, rows, scale = (array(rng.normal(size=(n, 6)), jnp.float32) for n in (4 if offset is None else 2, 10, 10))
+    start = offset or 0
+    number = np.repeat(np.arange(4), sizes) - start
+    padded = lambda bias: jnp.pad(bias, ((start, 4 - start - len(bias)), (0, 0)))[number + start]
+    fns = lambda rows, bias: module.biased(rows, bias, sizes, offset), lambda rows, bias: rows + padded(bias)
+    for wrt in (0, 1):
+        found, wanted = (jax.grad(lambda *args, fn=fn: (fn(*args) * scale).sum(), wrt)(rows, bias) for fn in fns)
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(*(fn(rows, bias) for fn in fns))
+
+
 def gradients(fn, args):
     scale = array(np.random.default_rng(1).normal(size=args[0].shape), jnp.float32)
     return jax.grad(lambda *args: (fn(*args, top_k=2) * scale).sum(), (0, 1, 2, 3))
@@ -152,6 +195,9 @@ def test_shards_add_up():
         (dict(router_logits=jnp.ones((4, 4)), group_offset=0), "4 experts and there are weights of 5"),
         (dict(top_k=6), "from 1 to 5"),
         (dict(top_k=1.5), "one int"),
+        (dict(b_gate_up=jnp.ones((5, 8))), r"b_gate_up is \(5, 8\), float32; must be \(5, 16\) floats"),
+        (dict(b_down=jnp.ones((5, 16), jnp.int32)), r"b_down is .*int32; must be \(5, 16\) floats"),
+        (dict(swiglu_limit=0.0), "swiglu_limit=0.0; must be above 0"),
     ],
 )
 def test_errors_name_the_rule(change, message):

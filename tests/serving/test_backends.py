@@ -10,6 +10,7 @@ import pytest
 import lab
 from bench import tiny_model
 from serving import Engine, LlamaConfig, Request, init
+from serving.backends import backend
 from serving.model import empty_pages, forward
 from serving.request import Chunk
 from serving.step import pack, padding, step
@@ -54,6 +55,31 @@ def test_the_kernels_give_the_logits_of_xla(config, kind, cache):
     for one, other in zip(jax.tree.leaves(our_pages), jax.tree.leaves(their_pages), strict=True):
         # Beside the middle of two numbers of e4m3 the backends may round to either, up to 1/8 apart.
         np.testing.assert_allclose(np.float32(one), np.float32(other), atol=0.05, rtol=0.13 if cache == "fp8" else 0)
+
+
+@pytest.mark.kernels
+def test_attention_reads_no_page_that_a_window_has_passed():
+    """The pages that were given back hold NaN, some of them within a block of keys that is read. With sinks."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: array(rng.normal(size=shape), jnp.bfloat16)
+    pages = draw(16, 16, 2, 64), draw(16, 16, 2, 64)
+    q, tables = draw(5, 4, 64), jnp.asarray(rng.permutation(16).reshape(2, 8))
+    lens, starts, how = jnp.array([120, 45]), jnp.array([0, 3, 5]), dict(local_window_size=19, sinks=draw(4))
+    wanted = [
+        backend("xla").paged_attention(q[:2], *pages, tables, lens, **how),
+        backend("xla").ragged_paged_attention(q, *pages, tables, lens, starts, **how),
+    ]
+    held = tables.at[0, :6].set(-1).at[1].set(tables[1].at[:1].set(-1))
+    poisoned = [x.at[tables[0, :6]].set(jnp.nan).at[tables[1, 0]].set(jnp.nan) for x in pages]
+    ours = backend("cookbook")
+    found = lab.run(
+        lambda *args: (
+            ours.paged_attention(q[:2], *args, lens, **how), ours.ragged_paged_attention(q, *args, lens, starts, **how)
+        ),
+        *poisoned, held,
+    )  # fmt: skip
+    for out, exact in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(np.float32(out), np.float32(exact), atol=0.03)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import lab
 from bench.peers import imports
-from serving import Engine, LlamaConfig, RopeScaling, load, save
+from serving import Engine, LlamaConfig, RopeScaling, YarnScaling, load, save
 from serving.checkpoint import config_of
 from serving.model import empty_pages, forward
 from serving.request import Chunk, Request
@@ -46,7 +46,25 @@ RAW = dict(
         model_type="qwen3_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=False,
         **PLAIN,
     ),
+    gpt_oss=dict(
+        model_type="gpt_oss", num_local_experts=8, num_experts_per_tok=4, sliding_window=16, swiglu_limit=1.0,
+        layer_types=["sliding_attention", "full_attention"], attention_bias=True, rope_theta=150000.0,
+        initial_context_length=16, experts_per_token=4, rope_scaling=dict(
+            rope_type="yarn", factor=32.0, beta_fast=8.0, beta_slow=0.02, truncate=False,
+            original_max_position_embeddings=16,
+        ),
+    ),
 )  # fmt: skip
+
+
+GPT_OSS = {
+    "mlp.router.weight": "mlp.gate.weight", "mlp.router.bias": "mlp.gate.bias",
+    "mlp.experts.gate_up_proj": "mlp.experts.gate_up_proj.weight",
+    "mlp.experts.gate_up_proj_bias": "mlp.experts.gate_up_proj.bias",
+    "mlp.experts.down_proj": "mlp.experts.down_proj.weight",
+    "mlp.experts.down_proj_bias": "mlp.experts.down_proj.bias",
+}  # fmt: skip
+WHOLE_NAMES = ".bias", "_bias", ".sinks", ".experts.gate_up_proj", ".experts.down_proj"
 
 
 def tensors_of(raw: dict, seed: int = 0) -> dict[str, np.ndarray]:
@@ -67,12 +85,22 @@ def tensors_of(raw: dict, seed: int = 0) -> dict[str, np.ndarray]:
         names = ("w1", "w3", "w2") if raw["model_type"] == "mixtral" else ("gate_proj", "up_proj", "down_proj")
         count = raw.get("num_local_experts", raw.get("num_experts"))
         products = dict(zip(names, ((inner, d), (inner, d), (d, inner)), strict=True))
-        for each in [f"{block}.experts.{e}" for e in range(count)] if moe else ["mlp"]:
-            layer |= {f"{each}.{name}": shape for name, shape in products.items()}
-        layer |= {f"{block}.gate": (count, d)} if moe else {}
+        if raw["model_type"] == "gpt_oss":
+            layer |= {f"self_attn.{name}_proj.bias": (n * dim,) for name, n in (("q", heads), ("k", kv), ("v", kv))}
+            layer |= {
+                "self_attn.o_proj.bias": (d,), "self_attn.sinks": (heads,), "mlp.router": (count, d),
+                "mlp.router.bias": (count,), "mlp.experts.gate_up_proj": (count, d, 2 * inner),
+                "mlp.experts.gate_up_proj_bias": (count, 2 * inner), "mlp.experts.down_proj": (count, inner, d),
+                "mlp.experts.down_proj_bias": (count, d),
+            }  # fmt: skip
+        else:
+            for each in [f"{block}.experts.{e}" for e in range(count)] if moe else ["mlp"]:
+                layer |= {f"{each}.{name}": shape for name, shape in products.items()}
+            layer |= {f"{block}.gate": (count, d)} if moe else {}
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     draw = lambda shape: rng.normal(1, 0.2, shape) if len(shape) == 1 else rng.normal(0, 0.15, shape)
-    return {f"{name}.weight": draw(shape).astype(np.float32) for name, shape in shapes.items()}
+    full_name = lambda name: name if name.endswith(WHOLE_NAMES) else f"{name}.weight"
+    return {full_name(name): draw(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def written(folder, name: str, changes: dict | None = None, drop=()) -> dict:
@@ -105,6 +133,7 @@ def ours(config: LlamaConfig, params, tokens, backend: str = "xla") -> np.ndarra
     """The logits after the last token."""
     request = Request(tokens, 1)
     request.pages = list(range(7, -1, -1))
+    request.window_pages = request.pages[::-1] if config.window_layers else []
     return np.asarray(last_logits(config, params, pack([Chunk(request, 0, len(tokens))], 16, 2, False), backend)[0])
 
 
@@ -122,12 +151,13 @@ def test_logits_are_numpys(tmp_path, name):
 
 @pytest.mark.kernels
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "mixtral", "qwen3_moe", "gpt_oss"])
 def test_kernels_compute_each_architecture(tmp_path, name):
     """In bfloat16: the kernels' logits are as near to float64 as XLA's are, but for a factor of 1.5."""
-    written(tmp_path, name, dict(num_hidden_layers=1))
+    is_gpt_oss = name == "gpt_oss"  # Its two layers differ.
+    written(tmp_path, name, dict(sliding_window=3) if is_gpt_oss else dict(num_hidden_layers=1))
     (tmp_path / "model.safetensors.index.json").unlink()  # It names the tensors of the second layer.
-    for file in tmp_path.glob("*.safetensors"):
+    for file in () if is_gpt_oss else tmp_path.glob("*.safetensors"):
         kept = {key: value for key, value in numpy_models.load_file(str(file)).items() if "layers.1." not in key}
         save_file(kept, str(file))
     config, params = load(tmp_path, dtype="bfloat16")
@@ -139,7 +169,7 @@ def test_kernels_compute_each_architecture(tmp_path, name):
     assert kernels < 1.5 * xla < 0.1 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("name", ["LlamaFor", "Qwen3For", "MixtralFor", "Qwen3MoeFor"])
+@pytest.mark.parametrize("name", ["LlamaFor", "Qwen3For", "MixtralFor", "Qwen3MoeFor", "GptOssFor"])
 def test_logits_are_those_of_transformers(tmp_path, name):
     reason = "compares with transformers and torch, which are not installed here: pip install transformers torch"
     if not (imports("torch") and imports("transformers")):
@@ -154,6 +184,7 @@ def test_logits_are_those_of_transformers(tmp_path, name):
         Qwen3For={},
         MixtralFor=dict(num_local_experts=4, num_experts_per_tok=2),
         Qwen3MoeFor=dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True),
+        GptOssFor=dict(num_local_experts=8, num_experts_per_tok=4, sliding_window=16),
     )[name]
     sizes = {key: value for key, value in SIZES.items() if key != "dtype"}
     torch.manual_seed(0)
@@ -181,20 +212,151 @@ def test_a_model_survives_the_file(tmp_path, name):
     assert tensors.keys() == tensors_of(SIZES | RAW[name]).keys()
 
 
+def packed(values: np.ndarray) -> np.ndarray:
+    """int32 of the last axis of eight numbers from 0 to 15, the first in the lowest bits."""
+    words = np.zeros(values.shape[:-1], np.uint32)
+    for i in range(8):
+        words |= values[..., i].astype(np.uint32) << np.uint32(4 * i)
+    return words.view(np.int32)
+
+
+def in_mxfp4(rng, name: str, shape) -> tuple[dict, np.ndarray]:
+    """The packed tensors of random experts, (E, inputs, outputs), and their values."""
+    experts, inputs, outputs = shape
+    codes = rng.integers(0, 16, (experts, outputs, inputs))
+    exponents = rng.integers(-6, 2, (experts, outputs, inputs // 32))
+    sign, exponent, mantissa = codes >> 3, codes >> 1 & 3, codes & 1
+    values = np.where(exponent == 0, mantissa * 0.5, 2.0 ** (exponent - 1) * (1 + mantissa / 2)) * (1 - 2 * sign)
+    values *= np.repeat(2.0**exponents, 32, axis=2)
+    blocks = (codes[..., ::2] + 16 * codes[..., 1::2]).reshape(experts, outputs, inputs // 32, 16)
+    parts = {f"{name}_blocks": blocks.astype(np.uint8), f"{name}_scales": (exponents + 127).astype(np.uint8)}
+    return parts, values.swapaxes(1, 2)
+
+
+def in_integers(rng, name: str, shape, method: str, group: int) -> tuple[dict, np.ndarray]:
+    """The packed tensors of a random matrix, (outputs, inputs), and its values."""
+    outputs, inputs = shape
+    of_input = np.arange(inputs) // group
+    if method != "awq":
+        of_input = rng.permutation(of_input)  # As with desc_act.
+    q, zeros = rng.integers(0, 16, (inputs, outputs)), rng.integers(1, 16, (inputs // group, outputs))
+    scales = rng.uniform(0.01, 0.03, zeros.shape).astype(np.float16)
+    values = (q - zeros[of_input]) * scales[of_input].astype(np.float64)
+    if method == "awq":
+        mixed = lambda x: packed(x.reshape(len(x), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]])
+        parts = dict(qweight=mixed(q), qzeros=mixed(zeros))
+    else:
+        words = packed(q.reshape(-1, 8, outputs).swapaxes(1, 2))
+        zeros = packed((zeros - (method == "gptq")).reshape(len(zeros), -1, 8))
+        parts = dict(qweight=words, qzeros=zeros, g_idx=of_input.astype(np.int32), bias=np.zeros(outputs, np.float16))
+    prefix = name.removesuffix("weight")
+    return {prefix + part: value for part, value in (parts | dict(scales=scales)).items()}, values.T
+
+
+QUANTIZED = {
+    "mxfp4": dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"]),
+    "gptq": dict(quant_method="gptq", bits=4, group_size=32, desc_act=True, sym=False, damp_percent=0.1),
+    "gptq_v2": dict(quant_method="gptq", bits=4, group_size=16, checkpoint_format="gptq_v2"),
+    "awq": dict(quant_method="awq", bits=4, group_size=32, version="gemm", zero_point=True),
+}
+
+
+def written_packed(folder, method: str, change=lambda parts: parts) -> dict:
+    """Writes a checkpoint with packed weights, of gpt-oss or Qwen3; returns the values of all tensors."""
+    name = "gpt_oss" if method == "mxfp4" else "qwen3"
+    raw, rng = SIZES | RAW[name] | dict(quantization_config=QUANTIZED[method]), np.random.default_rng(5)
+    stored, values = {}, {}
+    for key, value in tensors_of(raw).items():
+        parts = {key: value}
+        if method == "mxfp4" and value.ndim == 3:
+            parts, value = in_mxfp4(rng, key, value.shape)
+        elif method != "mxfp4" and value.ndim == 2 and "layers" in key:
+            parts, value = in_integers(rng, key, value.shape, method, QUANTIZED[method]["group_size"])
+        values[key] = value
+        stored |= parts
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(change({key: np.ascontiguousarray(value) for key, value in stored.items()}), folder / "model.safetensors")
+    return values
+
+
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_packed_weights_are_widened(tmp_path, method):
+    values = written_packed(tmp_path, method)
+    name_of = lambda key: key[:15] + GPT_OSS.get(key[15:], key[15:])  # After "model.layers.0.".
+    for dtype in ("float32", "bfloat16"):
+        params = load(tmp_path, dtype=dtype)[1]
+        assert params.keys() == set(map(name_of, values))
+        for key, value in values.items():
+            if "gate_up_proj" in key:
+                value = np.concatenate([value[..., ::2], value[..., 1::2]], axis=-1)
+            param, rounded = params[name_of(key)], value.astype(np.float32)
+            is_exact = dtype == "float32" or (method == "mxfp4" and value.ndim == 3)
+            np.testing.assert_array_equal(np.float32(param), rounded if is_exact else np.float32(rounded.astype(dtype)))
+
+
+@pytest.mark.parametrize(
+    "method, config, message",
+    [
+        ("awq", dict(version="gemv"), "quantization_config.version = 'gemv' is not supported; must be 'gemm'"),
+        ("awq", dict(bits=8), "quantization_config.bits = 8 is not supported; must be 4"),
+        ("gptq", dict(group_size=0), "quantization_config.group_size = 0; must be above 0, or -1"),
+        ("gptq", dict(group_size=64), r"qzeros is \(3, 8\), int32; must be \(2, 8\), int32"),
+        ("gptq", dict(checkpoint_format="marlin"), "checkpoint_format = 'marlin' is not supported"),
+        ("gptq", dict(new_key=1), "quantization_config.new_key = 1 is a key that is not known for gptq"),
+        ("gptq", dict(quant_method="mxfp4"), "quant_method = 'mxfp4' is not supported for qwen3"),
+        (
+            "gptq",
+            dict(quant_method="fp8"),
+            "quant_method = 'fp8' is not supported for qwen3; must be 'mxfp4' for gpt_oss",
+        ),
+        ("mxfp4", dict(quant_method="awq"), "quant_method = 'awq' is not supported for gpt_oss"),
+    ],
+)
+def test_other_quantizations_are_refused_by_name(tmp_path, method, config, message):
+    written_packed(tmp_path, method)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"] |= config
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "method, change, message",
+    [
+        ("mxfp4", lambda name, x: None if name.endswith("down_proj_scales") else x, "lacks .*down_proj_scales, a part"),
+        ("mxfp4", lambda name, x: x[..., :8] if "_blocks" in name else x, r"_blocks is .*8\), uint8; must be .*16\)"),
+        (
+            "awq",
+            lambda name, x: x.astype(np.float32) if "qzeros" in name else x,
+            "qzeros is .*float32; must be .*int32",
+        ),
+        ("gptq", lambda name, x: x + 1 if "g_idx" in name else x, "g_idx is .*; must be .*groups from 0 to 2"),
+        ("gptq", lambda name, x: x + 1 if name.endswith("bias") else x, "unknown parameter.*bias"),
+    ],
+)
+def test_parts_of_packed_weights_that_do_not_fit_are_named(tmp_path, method, change, message):
+    changed = lambda parts: {name: y for name, x in parts.items() if (y := change(name, x)) is not None}
+    written_packed(tmp_path, method, changed)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
 @pytest.mark.slow
-def test_an_engine_serves_a_checkpoint_and_ends_with_its_stop_tokens(tmp_path):
-    written(tmp_path, "mixtral")
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_an_engine_serves_a_checkpoint_and_ends_with_its_stop_tokens(tmp_path, name):
+    written(tmp_path, name)
     config, params = load(tmp_path)
     engine = lambda config: Engine(config, params, num_pages=16, max_seqs=4, max_tokens_per_step=8, backend="xla")
     alone = engine(config)
-    request = alone.submit(range(20), 6)
+    request = alone.submit(range(30), 6)  # Windows of 16 tokens leave the first page behind.
     alone.run()
-    sequence = list(range(20))
+    sequence = list(range(30))
     for token in request.generated:
         assert token == np.argmax(numpy_models.logits(tmp_path, sequence)[-1])
         sequence.append(token)
     ending = engine(dataclasses.replace(config, eos_token_ids=(request.generated[2], 95)))
-    again = ending.submit(range(20), 6)
+    again = ending.submit(range(30), 6)
     ending.run()
     assert again.generated == request.generated[: request.generated.index(request.generated[2]) + 1]
     assert again.finish_reason == "stop"
@@ -210,7 +372,7 @@ def test_weights_take_a_dtype_and_a_head_that_is_tied_is_left(tmp_path):
 
 
 def test_a_config_as_transformers_4_wrote_it():
-    """Llama 3.2 1B's, and that of Mixtral 8x7B, which has no head_dim."""
+    """Llama 3.2 1B's, gpt-oss-20b's, and that of Mixtral 8x7B, which has no head_dim."""
     llama = dict(
         architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=128000,
         eos_token_id=128001, head_dim=64, hidden_act="silu", hidden_size=2048, initializer_range=0.02,
@@ -233,6 +395,24 @@ def test_a_config_as_transformers_4_wrote_it():
         num_key_value_heads=8, num_local_experts=8, output_router_logits=False, rms_norm_eps=1e-05,
         rope_theta=1000000.0, router_aux_loss_coef=0.02, sliding_window=None, tie_word_embeddings=False,
         torch_dtype="bfloat16", transformers_version="4.36.0.dev0", use_cache=True, vocab_size=32000,
+    )  # fmt: skip
+    gpt_oss = dict(
+        architectures=["GptOssForCausalLM"], attention_bias=True, attention_dropout=0.0, eos_token_id=200002,
+        experts_per_token=4, head_dim=64, hidden_act="silu", hidden_size=2880, initial_context_length=4096,
+        initializer_range=0.02, intermediate_size=2880, layer_types=["sliding_attention", "full_attention"] * 12,
+        max_position_embeddings=131072, model_type="gpt_oss", num_attention_heads=64, num_experts_per_tok=4,
+        num_hidden_layers=24, num_key_value_heads=8, num_local_experts=32, output_router_logits=False,
+        pad_token_id=199999, rms_norm_eps=1e-05, rope_scaling=dict(
+            beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096, rope_type="yarn",
+            truncate=False,
+        ), rope_theta=150000, router_aux_loss_coef=0.9, sliding_window=128, swiglu_limit=7.0,
+        tie_word_embeddings=False, transformers_version="4.55.0.dev0", use_cache=True, vocab_size=201088,
+    )  # fmt: skip
+    assert config_of(gpt_oss) == LlamaConfig(
+        201088, 2880, 2880, 24, 64, 8, 64, 150000.0, 1e-5, rope_scaling=YarnScaling(32.0, 4096, truncate=False),
+        num_experts=32, num_experts_per_tok=4, max_position_embeddings=131072, eos_token_ids=(200002,),
+        attention_bias=True, attention_sinks=True, sliding_window=128, window_layers=tuple(range(0, 24, 2)),
+        expert_bias=True, swiglu_limit=7.0,
     )  # fmt: skip
     config = config_of(mixtral)
     assert (config.head_dim, config.num_experts, config.num_experts_per_tok, config.norm_topk_prob) == (128, 8, 2, True)
@@ -258,6 +438,12 @@ def test_a_config_as_transformers_4_wrote_it():
         ("mixtral", {}, ("num_local_experts",), "lacks num_local_experts"),
         ("qwen3_moe", dict(decoder_sparse_step=2), (), "decoder_sparse_step = 2 is not supported"),
         ("qwen3_moe", dict(mlp_only_layers=[0]), (), r"mlp_only_layers = \[0\] is not supported"),
+        ("gpt_oss", dict(swiglu_alpha=1.0), (), "swiglu_alpha = 1.0 is not supported; must be 1.702"),
+        ("gpt_oss", dict(layer_types=["chunked_attention"] * 2), (), "layer_types has 'chunked_attention'"),
+        ("gpt_oss", dict(layer_types=["sliding_attention"] * 2), (), "window_layers=.*and not all"),
+        ("gpt_oss", dict(layer_types=["full_attention"]), (), "layer_types has 1 layers; must have num_hidden_layers"),
+        ("gpt_oss", dict(initial_context_length=8), (), "initial_context_length = 8 and original_max_position"),
+        ("llama", dict(swiglu_limit=7.0), (), "swiglu_limit = 7.0 is a key that is not known for llama"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name, changes, drop, message):
@@ -362,6 +548,16 @@ ROPE_OF_LLAMA3 = dict(rope_type="llama3", **LLAMA3)
 def test_what_changes_nothing_is_taken(name, changes):
     raw = SIZES | RAW[name]
     assert config_of(raw | changes) == config_of(raw)
+
+
+def test_yarn_between_whole_pairs():
+    """With `truncate`, which gpt-oss does not have."""
+    scaling = YarnScaling(8.0, 1024, beta_fast=16.0, beta_slow=2.0)
+    found = scaling.scaled(10000.0 ** (-np.arange(32) / 32), 10000.0)
+    rope = dict(vars(scaling), rope_type="yarn", rope_theta=10000.0)
+    np.testing.assert_allclose(found, numpy_models.frequencies(dict(rope_parameters=rope), 64), rtol=1e-12)
+    assert 0 < (found == 10000.0 ** (-np.arange(32) / 32)).sum() < 20  # Some keep their frequency.
+    assert scaling.attention_factor == pytest.approx(0.1 * np.log(8) + 1)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,9 @@ from serving.sampling import Sampled
 engine_module = importlib.import_module("serving.engine")
 
 CONFIG = LlamaConfig(61, 8, 8, 1, 1, 1, 8, dtype="float32")
-PARAMS = init(CONFIG)
+# Its first layer sees five tokens, and has pages of its own.
+WITH_WINDOW = dataclasses.replace(CONFIG, num_hidden_layers=2, sliding_window=5, window_layers=(0,))
+PARAMS = {config: init(config) for config in (CONFIG, WITH_WINDOW)}
 PAGE = 4
 FILES = [
     importlib.import_module(f"serving.{name}").__file__
@@ -85,11 +87,17 @@ class FakeDevice:
         lens, start, all_tokens = batch.kv_lens, batch.positions, []
         for i in range(count):
             where = np.minimum(start + i, lens - 1)
-            page = batch.block_tables[np.arange(len(lens)), np.maximum(where, 0) // PAGE]
+
+            def slots(tables, where=where, i=i):
+                page = tables[np.arange(len(lens)), np.maximum(where, 0) // PAGE]
+                return np.where(start + i < lens, page * PAGE + where % PAGE, -1)
+
             now = dataclasses.replace(
                 batch, positions=where, kv_lens=where + 1, tokens=batch.tokens if i == 0 else -1 - np.arange(len(lens)),
-                slot_mapping=np.where(start + i < lens, page * PAGE + where % PAGE, -1),
+                slot_mapping=slots(batch.block_tables),
             )  # fmt: skip
+            if batch.window_tables is not None:
+                now = dataclasses.replace(now, window_slot_mapping=slots(batch.window_tables))
             tokens, later, pages = self.launch(pages, now, previous)
             previous, all_tokens = tokens, [*all_tokens, tokens]
             if later:
@@ -109,12 +117,20 @@ class FakeDevice:
         known = np.where(batch.tokens < 0, previous[np.maximum(-1 - batch.tokens, 0)], batch.tokens)
         is_real = batch.slot_mapping >= 0
         slots[batch.slot_mapping[is_real]] = np.stack([known, batch.positions], 1)[is_real]
+        if batch.window_tables is not None:
+            slots[batch.window_slot_mapping[is_real]] = np.stack([known, batch.positions], 1)[is_real]
         tokens = np.zeros(len(batch.kv_lens), np.int32)
         for i, length in enumerate(batch.kv_lens):
             where = np.arange(length)
             read = slots[batch.block_tables[i, where // PAGE] * PAGE + where % PAGE]
             # Pages that are not this sequence's give another token, and not an error: as on a device.
             tokens[i] = next_token(read[:, 0]) if (read[:, 1] == where).all() else -2
+            if batch.window_tables is not None and length:
+                first = length - np.diff(batch.cu_seqlens_q)[i]  # The first of its tokens in this step.
+                seen = where[max(0, first + 1 - WITH_WINDOW.sliding_window) :]
+                pages_of = batch.window_tables[i, seen // PAGE]
+                same = (slots[pages_of * PAGE + seen % PAGE] == read[seen]).all() and (pages_of >= 0).all()
+                tokens[i] = tokens[i] if same else -2
         return tokens, LaterFault() if fault == "wait" else None, Pages(slots)
 
 
@@ -169,7 +185,15 @@ def expected(request) -> list[int]:
 
 def books(engine, requests):
     """All that a launch that fails has to leave as it was."""
-    state = lambda r: (*r.tokens, *r.pages, r.num_computed, r.num_pending, r.num_preempted)
+    state = lambda r: (
+        *r.tokens,
+        *r.pages,
+        *r.window_pages,
+        r.num_window_freed,
+        r.num_computed,
+        r.num_pending,
+        r.num_preempted,
+    )
     pages, scheduler = engine.allocator, engine.scheduler
     return (
         list(scheduler.running), list(scheduler.waiting), [state(request) for request in requests],
@@ -178,12 +202,13 @@ def books(engine, requests):
     )  # fmt: skip
 
 
-def serve_with_faults(device, seed: int, ahead: bool) -> dict:
+def serve_with_faults(device, seed: int, ahead: bool, config: LlamaConfig = CONFIG) -> dict:
     """Random requests, cancellations and faults. Returns what came to pass."""
     rng, device.num_caches, device.num_several = random.Random(seed), 0, 0
     max_seqs = rng.randint(1, 4)
     engine = Engine(
-        CONFIG, PARAMS, num_pages=rng.randint(5, 12), page_size=PAGE, max_seqs=max_seqs, backend="xla", ahead=ahead,
+        config, PARAMS[config], num_pages=rng.randint(5, 12) * (1 if config is CONFIG else 2), page_size=PAGE,
+        max_seqs=max_seqs, backend="xla", ahead=ahead,
         max_tokens_per_step=max_seqs + rng.randint(0, 12), num_scheduler_steps=rng.choice([1, 2, 4]),
     )  # fmt: skip
     requests, told, ends, seen = [], {}, {}, dict(faults=0, taken_back=0)
@@ -252,7 +277,7 @@ def test_interrupts_while_the_host_waits(device, monkeypatch, num_scheduler_step
     for _ in range(150):
         max_seqs = rng.randint(1, 4)
         engine = Engine(
-            CONFIG, PARAMS, num_pages=rng.randint(5, 12), page_size=PAGE, max_seqs=max_seqs, backend="xla",
+            CONFIG, PARAMS[CONFIG], num_pages=rng.randint(5, 12), page_size=PAGE, max_seqs=max_seqs, backend="xla",
             max_tokens_per_step=max_seqs + rng.randint(0, 12), num_scheduler_steps=num_scheduler_steps,
         )  # fmt: skip
         requests, cancelled = [], set()
@@ -280,7 +305,9 @@ def test_interrupts_while_the_host_waits(device, monkeypatch, num_scheduler_step
 
 def test_a_request_preempted_with_several_tokens_on_their_way(device, monkeypatch):
     """It may run again only when they are known: a batch can have one token that is not."""
-    engine = Engine(CONFIG, PARAMS, num_pages=4, page_size=PAGE, max_seqs=2, max_tokens_per_step=16, backend="xla")
+    engine = Engine(
+        CONFIG, PARAMS[CONFIG], num_pages=4, page_size=PAGE, max_seqs=2, max_tokens_per_step=16, backend="xla"
+    )
     first, second, interrupts = engine.submit([1], 6), engine.submit([9, 10], 8), []
 
     def interrupted(sampled):
@@ -303,7 +330,7 @@ def test_a_request_that_fails_between_steps_of_one_program(device, monkeypatch):
     """It keeps the tokens before; those after it are thrown away, and the other request has all of its own."""
     right = next_token
     monkeypatch.setitem(globals(), "next_token", lambda text: -1 if len(text) == 6 and text[0] == 1 else right(text))
-    engine = Engine(CONFIG, PARAMS, num_pages=12, page_size=PAGE, max_seqs=2, backend="xla")
+    engine = Engine(CONFIG, PARAMS[CONFIG], num_pages=12, page_size=PAGE, max_seqs=2, backend="xla")
     bad, good = engine.submit([1, 2, 3], 12), engine.submit([2, 3, 4], 12)
     engine.run()
     assert device.num_several and bad.finish_reason == "error" and len(bad.generated) == 3
@@ -323,6 +350,12 @@ def serve_all(device, seeds, ahead: bool):
 @pytest.mark.parametrize("ahead", [True, False])
 def test_a_fault_anywhere_leaves_right_tokens(device, ahead):
     serve_all(device, range(SCHEDULES), ahead)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_fault_anywhere_leaves_right_tokens_with_a_window(device, ahead):
+    seen = [serve_with_faults(device, seed, ahead, WITH_WINDOW) for seed in range(10)]
+    assert sum(each["faults"] for each in seen) > 30 and sum(each["taken_back"] for each in seen) > 10
 
 
 @pytest.mark.slow

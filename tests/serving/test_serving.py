@@ -7,13 +7,14 @@ import inspect
 import sys
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import lab
 from bench import serving as bench
-from serving import Engine, LlamaConfig, PageAllocator, Request, Scheduler, init
+from serving import Engine, LlamaConfig, PageAllocator, Request, Scheduler, init, memory
 from serving.backends import backend
 from serving.model import rotate
 from serving.pages import extend_keys
@@ -97,18 +98,20 @@ def test_cached_pages_go_the_oldest_first_and_tails_before_heads():
 # Scheduling ----------------------------------------------------------------------------------------------------------
 
 
-def schedule_at_random(module, seed: int):
+def schedule_at_random(module, seed: int, window: int | None = None):
     """Random requests, whose tokens are random too; returns how often one was preempted, and how often several steps
     were scheduled at once. With every second seed steps are scheduled before those before are completed, and requests
     may end with a stop token.
 
     `cache` has, for each slot, the tokens that its keys and values were computed of: all up to that place; `texts` the
-    tokens of each request, which the device knows and the scheduler is told of later.
+    tokens of each request, which the device knows and the scheduler is told of later. With a `window` there are layers
+    that see so many tokens, with pages of their own.
     """
     rng = np.random.default_rng(seed)
     num_pages, max_seqs, ahead = int(rng.integers(6, 13)), int(rng.integers(1, 7)), seed % 2 == 1
     budget = max_seqs + int(rng.integers(0, 20))
-    scheduler = module.Scheduler(PageAllocator(num_pages, 4), max_seqs=max_seqs, max_tokens_per_step=budget)
+    allocator = PageAllocator(2 * num_pages if window else num_pages, 4)
+    scheduler = module.Scheduler(allocator, max_seqs=max_seqs, max_tokens_per_step=budget, window=window)
     requests = [
         module.Request(
             tuple(rng.integers(0, 2, rng.integers(1, 20))), int(rng.integers(1, 6)), stop_tokens={1} if ahead else ()
@@ -135,7 +138,8 @@ def schedule_at_random(module, seed: int):
         launched.append((chunks, []))
         for step in range(count):
             written = collections.Counter()
-            slot = lambda request, i: (request.pages[i // 4], i % 4)
+            kinds = lambda request: [request.pages, request.window_pages][: 2 if window else 1]
+            slot = lambda pages, i: (pages[i // 4], i % 4)
             parts = [(chunk.request, chunk.start, chunk.end) for chunk in chunks]
             if count > 1:
                 parts = [(r, start + step, start + step + 1) for r, start, end in parts if start + step < end]
@@ -143,15 +147,21 @@ def schedule_at_random(module, seed: int):
             for request, start, end in parts:  # Keys and values are written before any are read, as in a layer.
                 text = texts[request]
                 assert start < end <= 4 * len(request.pages) and (count == 1 or end == len(text))
-                where = {slot(request, i): text[: i + 1] for i in range(start, end)}
-                written.update({page for page, _ in where})
-                for page in {page for page, _ in where}:
-                    is_full = 4 * request.pages.index(page) + 4 <= end
-                    assert is_full or scheduler.allocator.references(page) == 1, "a page is shared that is not full"
-                cache |= where
+                for pages in kinds(request):
+                    where = {slot(pages, i): text[: i + 1] for i in range(start, end)}
+                    written.update({page for page, _ in where})
+                    for page in {page for page, _ in where}:
+                        is_full = 4 * pages.index(page) + 4 <= end
+                        assert is_full or scheduler.allocator.references(page) == 1, "a page is shared that is not full"
+                    cache |= where
             for request, start, _ in parts:
-                for i in range(start):
-                    assert cache.get(slot(request, i)) == texts[request][: i + 1], "a page holds other tokens"
+                for pages, first in zip(kinds(request), (0, max(0, start + 1 - (window or 0))), strict=False):
+                    assert first >= 4 * request.num_window_freed or pages is request.pages, "a page is freed too early"
+                    for i in range(first, start):
+                        assert cache.get(slot(pages, i)) == texts[request][: i + 1], "a page holds other tokens"
+                if window:
+                    held = len(request.window_pages) - request.num_window_freed
+                    assert held <= (window - 1 + max(budget, count)) // 4 + 2, "pages that no token sees are held"
             assert all(times == 1 for times in written.values()), "two write to one page"
             sampled = rng.integers(0, 2, len(chunks))
             for i, chunk in enumerate(chunks):
@@ -181,6 +191,64 @@ def test_scheduler_keeps_its_promises():
     counts = [schedule_at_random(importlib.import_module("serving.scheduler"), seed) for seed in range(200)]
     for ahead in (0, 1):
         assert sum(count > 0 for count, _ in counts[ahead::2]) >= 30 and sum(n for _, n in counts[ahead::2]) >= 200
+
+
+def test_scheduler_keeps_its_promises_with_a_window():
+    """Also: a page that a token sees is not given back, one that none sees is. Windows within a page and over many."""
+    module = importlib.import_module("serving.scheduler")
+    counts = [schedule_at_random(module, seed, window=1 + seed % 11) for seed in range(60)]
+    assert sum(count > 0 for count, _ in counts) >= 15 and sum(n for _, n in counts) >= 60
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("max(0, token + 1 - self.window)", "max(0, token + 5 - self.window)"),
+        ("keys[self._first_seen(count * page_size) : count]", "keys[count - 1 : count]"),
+        ("            self.allocator.release(pages[count:])\n", ""),
+        ("            request.num_window_freed = first\n", ""),
+        ("request.window_pages += pages[missing:]", "request.window_pages += pages[:missing]"),
+    ],
+)
+def test_mutants_of_windows_are_caught(copied, old, new):
+    module = copied("scheduler", old, new)["scheduler"]
+    with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
+        for seed in range(60):
+            schedule_at_random(module, seed, window=1 + seed % 11)
+
+
+def test_a_long_sequence_holds_few_pages_of_layers_with_a_window():
+    """900 tokens of a prompt in chunks of 64, then 100 new ones, several steps at once; a window of 128."""
+    scheduler = Scheduler(PageAllocator(63 + 14, 16), max_seqs=1, max_tokens_per_step=64, window=128)
+    request, most = Request(tuple(range(900)), 101), 0
+    scheduler.submit(request)
+    while not request.finished:
+        chunks, count = scheduler.schedule_steps(4)
+        most = max(most, len(request.held_pages) - len(request.pages))
+        scheduler.complete(chunks, *[[7]] * count)
+        scheduler.check()
+    assert most == 12 and scheduler.most_tokens == 64 * 16 and scheduler.num_preemptions == 0
+    with pytest.raises(ValueError, match="need 78 pages of 16 tokens, and the cache has 77"):
+        scheduler.submit(Request(tuple(range(1000)), 26))
+
+
+def test_memory_is_said_before_there_is_an_engine():
+    """Sizes of gpt-oss-20b, without allocating them; and those of a small engine, which has them."""
+    config = LlamaConfig(
+        201_088, 2880, 2880, 24, 64, 8, 64, num_experts=32, num_experts_per_tok=4, attention_bias=True,
+        attention_sinks=True, expert_bias=True, swiglu_limit=7.0, sliding_window=128,
+        window_layers=tuple(range(0, 24, 2)),
+    )  # fmt: skip
+    found = memory(config, num_pages=32768, max_seq_len=8192)
+    # Twelve layers, 16 tokens, keys and values, eight heads of 64 bfloat16; 41.8 GB of weights.
+    assert found.cache == 32768 * 12 * 16 * 2 * 8 * 64 * 2 and 41.7e9 < found.weights < 41.9e9
+    assert (found.pages_per_sequence, found.num_sequences) == (512 + 41, 59)
+    sizes = dict(num_pages=24, page_size=16, max_seqs=8, max_tokens_per_step=32)
+    engine = Engine(CONFIG, init(CONFIG), **sizes, backend="xla")
+    found = memory(CONFIG, **sizes, max_seq_len=176)
+    nbytes = lambda arrays: sum(x.nbytes for x in jax.tree.leaves(arrays))
+    assert (found.weights, found.cache) == (nbytes(engine.weights), nbytes(engine._device.pages))
+    assert (found.pages_per_sequence, found.num_sequences) == (11, 2)
 
 
 def test_at_most_one_step_ahead():
@@ -525,7 +593,7 @@ def test_what_is_no_mutant_passes(trace, copied):
         ("scheduler", "min(last, len(request.keys))", "min(len(request.keys), len(request.pages))"),
         ("scheduler", "            self._release(victim)\n", "            victim.pages, victim.num_computed = [], 0\n"),
         ("scheduler", "victim = self.running.pop()", "victim = self.running.pop(0)"),
-        ("step", "from_iterable(request.pages for", "from_iterable(sorted(request.pages) for"),
+        ("step", "[request.pages for request", "[sorted(request.pages) for request"),
         ("step", "starts[sequence] + np.arange", "np.arange"),
         ("step", "-1 - rows[chunk.request]", "-1"),
         (

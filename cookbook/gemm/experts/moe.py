@@ -3,10 +3,14 @@
 
     o[t] = sum over the top_k experts e of token t: weight[t, e] * (silu(x[t] @ gate[e]) * (x[t] @ up[e])) @ down[e]
 
+With biases, and with a `swiglu_limit` in place of silu(g) * u: g sigmoid(1.702 g) (u + 1), g cut from above and u on
+both sides at the limit, as in gpt-oss.
+
 Shapes: x (..., H), router_logits (..., E), w_gate_up (E, H, 2I): the columns of the gate, then the up product's,
 w_down (E, I, H), o (..., H). x and the weights are all bfloat16 or all float16; routing is float32.
 
-The products are `ragged_dot`'s; SwiGLU is in the epilogue of the first. `copy_rows` brings the tokens to their experts.
+The products are `ragged_dot`'s; SwiGLU is in the epilogue of the first, unless there are biases or a limit: then XLA
+applies these after the product, which is rounded to 16 bits before. `copy_rows` brings the tokens to their experts.
 Around them XLA runs a few small operations. Rows are not sorted: the row of a token in its expert's group is how many
 earlier tokens chose the expert. A product with a triangle counts them within blocks of tokens, and comparisons over
 blocks; of few rows, comparisons alone. XLA's own cumulative sum takes longer.
@@ -14,9 +18,8 @@ blocks; of few rows, comparisons alone. XLA's own cumulative sum takes longer.
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
 times, and as many rows of the result are read.
 
-Not supported: capacities (no token is dropped), biases (but see `moe_mxfp4_weights`), shared experts. Chapter: 16b.
-Sources: Shazeer et al., "Outrageously large neural networks" (2017); Gale et al., "MegaBlocks" (2022), for products
-without padding.
+Not supported: capacities (no token is dropped), shared experts. Chapter: 16b. Sources: Shazeer et al.,
+"Outrageously large neural networks" (2017); Gale et al., "MegaBlocks" (2022), for products without padding.
 """
 
 import functools
@@ -33,24 +36,31 @@ from ..grouped.ragged_dot import ragged_dot
 from .copy_rows import copy_rows
 
 FEW = 1024  # Rows that are all compared with each other.
+ALPHA = 1.702  # gpt-oss's SwiGLU has gate * sigmoid(ALPHA * gate).
 TOKENS = 128  # Tokens of a block: a product with a triangle counts within it, and then blocks are compared.
 
 
-def moe_reference(x, router_logits, w_gate_up, w_down, top_k, renormalize=True, group_offset=0):
+def moe_reference(
+    x, router_logits, w_gate_up, w_down, top_k, renormalize=True, group_offset=0, b_gate_up=None, b_down=None,
+    swiglu_limit=None,
+):  # fmt: skip
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     x, logits = x.astype(dtype), router_logits.astype(dtype)
     chosen, experts = lax.top_k(logits, top_k)
     weights = jax.nn.softmax(chosen) if renormalize else jnp.exp(chosen - jax.nn.logsumexp(logits, -1, keepdims=True))
+    affine = lambda x, w, b: jnp.matmul(x, w, precision="highest") + b.reshape((1,) * (x.ndim - 1) + (-1,))
 
     def add_expert(total, expert):
-        number, gate_up, down = expert
-        both = jnp.matmul(x, gate_up.astype(dtype), precision="highest")
-        out = jnp.matmul(swiglu(both), down.astype(dtype), precision="highest")
+        number, *parts = expert
+        gate_up, down, *biases = (part.astype(dtype) for part in parts)
+        inner = swiglu_of(swiglu_limit)(affine(x, gate_up, biases[0]))
+        out = affine(inner, down, biases[1])
         weight = jnp.where(experts == number, weights, 0).sum(-1, keepdims=True)
         return total + jnp.where(weight != 0, weight * out, 0), None
 
-    numbers = group_offset + jnp.arange(w_down.shape[0])
-    return lax.scan(add_expert, jnp.zeros_like(x), (numbers, w_gate_up, w_down))[0]
+    numbers, zeros = group_offset + jnp.arange(w_down.shape[0]), lambda w: jnp.zeros((len(w), w.shape[2]), dtype)
+    biases = (zeros(w) if b is None else b for w, b in ((w_gate_up, b_gate_up), (w_down, b_down)))
+    return lax.scan(add_expert, jnp.zeros_like(x), (numbers, w_gate_up, w_down, *biases))[0]
 
 
 class Routing(NamedTuple):
@@ -137,6 +147,51 @@ def sum_of_rows(y, weights, rows):
     return functools.reduce(jnp.add, parts).astype(y.dtype)
 
 
+def swiglu_of(limit: float | None):
+    """The function of (..., 2I) values, a gate's and then an up product's, whose (..., I) values the second product
+    takes."""
+
+    def clamped(both):
+        gate, up = jnp.split(both, 2, axis=-1)
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
+
+    return swiglu if limit is None else clamped
+
+
+def biased(rows, bias, group_sizes, group_offset=None):
+    """(M, N) rows in float32, with the bias of each row's expert added, of (E, N); None adds nothing. As in
+    `ragged_dot`, `bias` may begin with the expert `group_offset`; a row of an expert that it lacks stays as it is."""
+    rows = rows.astype(jnp.float32)
+    if bias is None:
+        return rows
+    expert, row = jnp.arange(len(group_sizes), dtype=jnp.int32), jnp.arange(len(rows), dtype=jnp.int32)
+    ends = jnp.where(expert[None, :] <= expert[:, None], group_sizes[None, :], 0).sum(1, dtype=jnp.int32)
+    number = (row[:, None] >= ends[None, :]).sum(1, dtype=jnp.int32)
+    number = number if group_offset is None else number - jnp.asarray(group_offset, jnp.int32).reshape(())
+    return rows + _rows_of(bias.astype(jnp.float32), number)
+
+
+@jax.custom_vjp
+def _rows_of(bias, number):
+    """Rows of `bias`, zeros where there is no such one. The gradient is a product: to add rows needs atomics."""
+    is_there = (number >= 0) & (number < len(bias))
+    return jnp.where(is_there[:, None], _take(bias, jnp.clip(number, 0, len(bias) - 1)), 0)
+
+
+def _rows_of_fwd(bias, number):
+    return _rows_of(bias, number), (number, jnp.empty((len(bias), 0), bias.dtype))
+
+
+def _rows_of_bwd(residuals, d_rows):
+    number, like = residuals
+    is_of = number[None, :] == jnp.arange(len(like), dtype=jnp.int32)[:, None]
+    return jnp.matmul(is_of.astype(d_rows.dtype), d_rows, precision="highest"), None
+
+
+_rows_of.defvjp(_rows_of_fwd, _rows_of_bwd)
+
+
 @jax.custom_vjp
 def _permute(x, routing: Routing):
     """Each row's token. The gradient gathers: adding rows to their token's would need atomic additions."""
@@ -177,7 +232,7 @@ def _combine_bwd(residuals, d_out):
 _combine.defvjp(_combine_fwd, _combine_bwd)
 
 
-def _check(x, router_logits, w_gate_up, w_down, top_k: int, group_offset):
+def _check(x, router_logits, w_gate_up, w_down, top_k: int, group_offset, biases):
     op = f"{_host.PACKAGE}.moe"
     if x.dtype not in (jnp.bfloat16, jnp.float16) or not x.dtype == w_gate_up.dtype == w_down.dtype:
         raise ValueError(
@@ -193,8 +248,18 @@ def _check(x, router_logits, w_gate_up, w_down, top_k: int, group_offset):
             f"{op}: {w_gate_up.shape=}, {w_down.shape=}; must be (E, {hidden}, 2I) and (E, I, {hidden}), for "
             f"{x.shape=}: the columns of the gate, then the up product's"
         )
+    require_biases("moe", biases, count, inner, hidden)
     if hidden % 8 or inner % 8:
         raise ValueError(f"{op}: {hidden=}, {inner=} of {w_down.shape=}: must be multiples of 8, 16 bytes: pad them")
+
+
+def require_biases(op: str, biases, count: int, inner: int, hidden: int):
+    """Raises a ValueError unless b_gate_up and b_down, where they are given, go with the weights of `count` experts."""
+    for name, bias, columns in zip(("b_gate_up", "b_down"), biases, (2 * inner, hidden), strict=True):
+        if bias is not None and (bias.shape != (count, columns) or not jnp.issubdtype(bias.dtype, jnp.floating)):
+            raise ValueError(
+                f"{_host.PACKAGE}.{op}: {name} is {bias.shape}, {bias.dtype}; must be ({count}, {columns}) floats"
+            )
 
 
 def check_tokens(op: str, x, router_logits, count: int, top_k: int, group_offset):
@@ -215,6 +280,15 @@ def check_tokens(op: str, x, router_logits, count: int, top_k: int, group_offset
         raise ValueError(f"{op}: {rows} rows of tokens by {experts} experts; must be below 2**31: pass parts of x")
 
 
+def limit_of(op: str, swiglu_limit) -> float | None:
+    if swiglu_limit is None:
+        return None
+    swiglu_limit = _host.option(op, "swiglu_limit", swiglu_limit, float)
+    if swiglu_limit <= 0:
+        raise ValueError(f"{_host.PACKAGE}.{op}: {swiglu_limit=}; must be above 0, or None for silu(gate) * up")
+    return swiglu_limit
+
+
 def moe(
     x: jax.Array,
     router_logits: jax.Array,
@@ -224,12 +298,15 @@ def moe(
     top_k: int,
     renormalize: bool = True,
     group_offset: jax.Array | None = None,
+    b_gate_up: jax.Array | None = None,
+    b_down: jax.Array | None = None,
+    swiglu_limit: float | None = None,
 ) -> jax.Array:
     """Weighted sum of the outputs of each token's `top_k` experts; bitwise reproducible from run to run.
 
-    Differentiable in all four arrays. Under `jax.shard_map` with the experts sharded, each device has some of w_gate_up
-    and w_down, and all of x and router_logits; it gives `group_offset` and gets the sum over its own experts, which
-    `jax.lax.psum` adds up.
+    Differentiable in all arrays. Under `jax.shard_map` with the experts sharded, each device has some of w_gate_up and
+    w_down and their biases, and all of x and router_logits; it gives `group_offset` and gets the sum over its own
+    experts, which `jax.lax.psum` adds up. Biases and a limit: compiled for Hopper; not run on a GPU yet.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 
@@ -241,6 +318,8 @@ def moe(
       top_k: how many experts each token has; among equal logits the first experts win, and -0.0 is below 0.0.
       renormalize: weights are the softmax of the chosen logits; False: that of all logits.
       group_offset: None; or an integer, which may be traced: the expert that w_gate_up and w_down begin with.
+      b_gate_up, b_down: (E, 2I) and (E, H), floats added to the products in float32; or None.
+      swiglu_limit: above 0, where gpt-oss's SwiGLU clamps gate and up product; None for silu(gate) * up.
 
     Returns:
       (..., H), of the dtype of `x`; sums over experts are float32, rounded once.
@@ -251,18 +330,33 @@ def moe(
     names, given = ("x", "router_logits", "w_gate_up", "w_down"), (x, router_logits, w_gate_up, w_down)
     x, router_logits, w_gate_up, w_down = (_host.as_array("moe", *pair) for pair in zip(names, given, strict=True))
     top_k, renormalize = _host.option("moe", "top_k", top_k, int), _host.option("moe", "renormalize", renormalize, bool)
-    _check(x, router_logits, w_gate_up, w_down, top_k, group_offset)
+    b_gate_up, b_down = (
+        None if bias is None else _host.as_array("moe", name, bias)
+        for name, bias in (("b_gate_up", b_gate_up), ("b_down", b_down))
+    )
+    _check(x, router_logits, w_gate_up, w_down, top_k, group_offset, (b_gate_up, b_down))
+    swiglu_limit = limit_of("moe", swiglu_limit)
     if x.size == 0:
         return jnp.zeros_like(x)
     _host.require_tensor_cores("moe")
     # Here, where the gradient of x is smallest, it is summed over the devices of a mesh.
-    x, router_logits, w_gate_up, w_down = _host.reverse_only("moe", x, router_logits, w_gate_up, w_down)
+    x, router_logits, w_gate_up, w_down, *given = _host.reverse_only(
+        "moe", x, router_logits, w_gate_up, w_down, *(bias for bias in (b_gate_up, b_down) if bias is not None)
+    )
+    b_gate_up, b_down = (bias if bias is None else given.pop(0) for bias in (b_gate_up, b_down))
     tokens = x.reshape(-1, x.shape[-1])
     routing = route(router_logits.reshape(len(tokens), -1), top_k, renormalize)
     places = routing._replace(weights=None)
     product = functools.partial(ragged_dot, group_sizes=routing.group_sizes, group_offset=group_offset)
-    inner = product(_permute(tokens, places), w_gate_up, activation="swiglu")
-    return _combine(product(inner, w_down), routing.weights, places).reshape(x.shape)
+    add = functools.partial(biased, group_sizes=routing.group_sizes, group_offset=group_offset)
+    if b_gate_up is None and swiglu_limit is None:
+        inner = product(_permute(tokens, places), w_gate_up, activation="swiglu")
+    else:
+        both = product(_permute(tokens, places), w_gate_up)
+        inner = swiglu_of(swiglu_limit)(add(both, b_gate_up)).astype(x.dtype)
+    out = product(inner, w_down)
+    out = out if b_down is None else add(out, b_down).astype(x.dtype)
+    return _combine(out, routing.weights, places).reshape(x.shape)
 
 
 def flops(tokens: int, top_k: int, hidden: int, inner: int) -> int:

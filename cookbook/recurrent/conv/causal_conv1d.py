@@ -28,6 +28,7 @@ is a `conv1d.weight` of (D, 1, W), `weight[:, 0]` here.
 Bound by: memory, one read of x and one write of y. Backward: x and dy are read and dx is written.
 
 Not supported: second derivatives, other activations, dilation, groups of channels.
+Chapter: notebooks/23b_norms.ipynb.
 """
 
 import functools

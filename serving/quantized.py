@@ -1,0 +1,190 @@
+"""Packed weights of a checkpoint, as floats.
+
+`widened` is the one place where packed weights become arrays of floats. An e2m1 times a power of two is a bfloat16, so
+MXFP4 is widened exactly; a difference of 4-bit integers times a float16 is exact in float32, and rounded once to a
+dtype of 16 bits.
+
+    quant_method   packed weight of (outputs N, inputs K)
+    mxfp4          _blocks (E, N, K / 32, 16) bytes, two e2m1 each; _scales (E, N, K / 32), exponents of two, + 127
+    gptq           qweight (K / 8, N), qzeros (G, N / 8), scales (G, N), g_idx (K,)
+    awq            qweight (K, N / 8), qzeros (G, N / 8), scales (G, N)
+
+A weight of gptq and awq is scale * (q - zero); q and zero have 4 bits, eight of them in an int32. There are G groups of
+inputs, and g_idx says which one an input is in. gptq stores zero - 1, unless its checkpoint_format is gptq_v2.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+E2M1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # The codes 0 to 7; 8 to 15 are the same, negative.
+AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # Where in an int32 awq has the values of eight neighbouring outputs.
+# Keys of a `quantization_config` that change no weight: how these were found, which kernels others run.
+IGNORED = set(
+    """
+    act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent
+    dataset desc_act dequantize disable_exllama do_fuse exllama_config fuse_max_seq_len hyb_act lm_head
+    max_input_length meta model_file_base_name model_name_or_path model_seqlen modules_in_block_to_quantize
+    modules_to_fuse modules_to_not_convert module_name_preceding_first_block mse pad_token_id quant_method
+    static_groups sym tokenizer true_sequential use_cuda_fp16 use_exllama
+""".split()
+)
+# Keys with the only value that they may have.
+ONLY = {
+    "mxfp4": {},
+    "gptq": {"bits": 4, "is_marlin_format": False, "pack_dtype": "int32", "dynamic": {}},
+    "awq": {"bits": 4, "w_bit": 4, "version": "gemm", "zero_point": True},
+}
+READ = {"mxfp4": set(), "gptq": {"group_size", "checkpoint_format"}, "awq": {"group_size", "q_group_size"}}
+MODELS = {"mxfp4": {"gpt_oss"}} | dict.fromkeys(("gptq", "awq"), {"llama", "qwen3", "mixtral", "qwen3_moe"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """The `quantization_config` of a `config.json`."""
+
+    method: str
+    group_size: int | None = None  # Inputs that share a scale; -1 for all.
+    zero_offset: int = 0  # Added to a stored zero.
+
+    @classmethod
+    def of(cls, raw: dict) -> "Packing | None":
+        """That of the contents of a `config.json`; None if its weights are floats.
+
+        Raises:
+          ValueError: the method or a key is unknown, or has a value that is not supported; it is named.
+        """
+        if (given := raw.get("quantization_config")) is None:
+            return None
+        given = {key: value for key, value in given.items() if value is not None}
+        method, model_type = given.get("quant_method"), raw.get("model_type")
+        if model_type not in MODELS.get(method, ()):
+            supported = "; ".join(f"{name!r} for {', '.join(sorted(models))}" for name, models in MODELS.items())
+            raise ValueError(
+                f"config.json: quantization_config.quant_method = {method!r} is not supported for {model_type}; must "
+                f"be {supported}"
+            )
+        if unknown := sorted(given.keys() - IGNORED - ONLY[method].keys() - READ[method]):
+            raise ValueError(
+                f"config.json: quantization_config.{unknown[0]} = {given[unknown[0]]!r} is a key that is not known for "
+                f"{method}"
+            )
+        for key, value in ONLY[method].items():
+            if given.get(key, value) != value:
+                raise ValueError(
+                    f"config.json: quantization_config.{key} = {given[key]!r} is not supported; must be {value!r}"
+                )
+        if method == "mxfp4":
+            return cls(method)
+        if "bits" not in given and "w_bit" not in given:
+            raise ValueError("config.json: quantization_config lacks bits")
+        group_size = given.get("group_size", given.get("q_group_size"))
+        if not isinstance(group_size, int) or not (group_size == -1 or group_size > 0):
+            raise ValueError(
+                f"config.json: quantization_config.group_size = {group_size!r}; must be above 0, or -1 for all inputs"
+            )
+        form = given.get("checkpoint_format", "gptq")
+        if form not in ("gptq", "gptq_v2"):
+            raise ValueError(
+                f"config.json: quantization_config.checkpoint_format = {form!r} is not supported; must be 'gptq' or "
+                "'gptq_v2'"
+            )
+        return cls(method, group_size, int(method == "gptq" and form == "gptq"))
+
+
+def widened(packing: Packing, tensors: dict, dtype) -> dict:
+    """The tensors with packed weights replaced by floats of `dtype`, under the names that these have elsewhere. Takes
+    what it replaces out of `tensors`, so that not all are in memory twice.
+
+    Raises:
+      ValueError: a tensor of a packed weight is missing, or of another shape or dtype.
+    """
+    found = {}
+    for name in sorted(tensors):
+        if packing.method == "mxfp4" and name.endswith("_blocks"):
+            whole = name.removesuffix("_blocks")
+            parts = _parts(tensors, whole, "_blocks", "_scales")
+            experts, outputs, groups, _ = (*parts["_blocks"].shape, 0, 0, 0, 0)[:4]
+            of = (experts, outputs, groups)
+            _require(whole, parts, {"_blocks": ((*of, 16), jnp.uint8), "_scales": (of, jnp.uint8)})
+            found[whole] = of_mxfp4(*parts.values(), dtype=dtype)
+        elif packing.method != "mxfp4" and name.endswith(".qweight"):
+            prefix = name.removesuffix("qweight")
+            found[f"{prefix}weight"] = _of_integers(packing, tensors, prefix, dtype)
+            bias = tensors.get(f"{prefix}bias")
+            if bias is not None and not jnp.any(bias):  # Some tools write one of zeros where the model has none.
+                del tensors[f"{prefix}bias"]
+    return found | {name: value.astype(dtype) for name, value in tensors.items()}
+
+
+def _of_integers(packing: Packing, tensors: dict, prefix: str, dtype):
+    """A packed weight of gptq or awq."""
+    is_gptq = packing.method == "gptq"
+    parts = _parts(tensors, prefix, "qweight", "qzeros", "scales")
+    groups = tensors.pop(f"{prefix}g_idx", None) if is_gptq else None
+    rows, columns = (*parts["qweight"].shape, 0, 0)[:2]
+    inputs, outputs = (8 * rows, columns) if is_gptq else (rows, 8 * columns)
+    size = inputs if packing.group_size == -1 else packing.group_size
+    count = -(-inputs // size) if size else 0
+    floats = parts["scales"].dtype if jnp.issubdtype(parts["scales"].dtype, jnp.floating) else jnp.float16
+    wanted = {
+        "qweight": ((rows, columns), jnp.int32), "qzeros": ((count, outputs // 8), jnp.int32),
+        "scales": ((count, outputs), floats),
+    }  # fmt: skip
+    _require(prefix, parts, wanted)
+    groups = np.arange(inputs) // max(size, 1) if groups is None else np.asarray(groups)
+    if groups.shape != (inputs,) or not ((groups >= 0) & (groups < count)).all():
+        raise ValueError(f"load: {prefix}g_idx is {groups.shape}; must be ({inputs},), groups from 0 to {count - 1}")
+    if is_gptq:
+        return of_gptq(*parts.values(), jnp.asarray(groups), packing.zero_offset, dtype=dtype)
+    return of_awq(*parts.values(), jnp.asarray(groups), dtype=dtype)
+
+
+def _parts(tensors: dict, prefix: str, *ends: str) -> dict:
+    """The tensors of one weight, which are taken out."""
+    if missing := [end for end in ends if prefix + end not in tensors]:
+        raise ValueError(f"load: lacks {prefix}{missing[0]}, a part of a packed weight: download the checkpoint anew")
+    return {end: tensors.pop(prefix + end) for end in ends}
+
+
+def _require(prefix: str, parts: dict, wanted: dict) -> None:
+    for end, (shape, dtype) in wanted.items():
+        if parts[end].shape != shape or parts[end].dtype != dtype:
+            raise ValueError(
+                f"load: {prefix}{end} is {parts[end].shape}, {parts[end].dtype}; must be {shape}, {jnp.dtype(dtype)}, "
+                "to go with the other parts of this packed weight and quantization_config"
+            )
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def of_mxfp4(blocks, scales, *, dtype):
+    """(E, K, N) weights of (E, N, K / 32, 16) bytes, the first of two values in the lower bits, and (E, N, K / 32)
+    exponents, of which 127 stands for 1."""
+    codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:3], 32)
+    table = jnp.asarray(np.concatenate([E2M1, -E2M1]))
+    values = jnp.ldexp(table[codes], scales.astype(jnp.int32)[..., None] - 127)
+    return values.reshape(*blocks.shape[:2], -1).astype(dtype).mT
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def of_gptq(qweight, qzeros, scales, groups, zero_offset, *, dtype):
+    """(N, K) weights. Eight inputs share an int32 of `qweight`, eight outputs one of `qzeros`; the first of each in the
+    lowest bits."""
+    values = jnp.swapaxes(_eight(qweight), 1, 2).reshape(-1, qweight.shape[1])
+    zeros = _eight(qzeros).reshape(scales.shape) + zero_offset
+    return ((values - zeros[groups]) * scales.astype(jnp.float32)[groups]).astype(dtype).T
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def of_awq(qweight, qzeros, scales, groups, *, dtype):
+    """(N, K) weights. Eight outputs share an int32, in the order of `AWQ_ORDER`."""
+    values, zeros = (_eight(x)[..., AWQ_ORDER].reshape(len(x), -1) for x in (qweight, qzeros))
+    return ((values - zeros[groups]) * scales.astype(jnp.float32)[groups]).astype(dtype).T
+
+
+def _eight(x):
+    """(..., 8) numbers from 0 to 15 of int32, those in the lowest bits first."""
+    return (x[..., None] >> (4 * jnp.arange(8, dtype=jnp.int32))) & 15
