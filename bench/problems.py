@@ -1283,9 +1283,15 @@ def relative_error(out, exact) -> float:
     agree count as zero, others as infinity."""
     if isinstance(exact, tuple | list):
         return max(relative_error(*pair) for pair in zip(out, exact, strict=True))
-    out, exact = jnp.asarray(out, jnp.float32), jnp.asarray(exact, jnp.float32)
+    difference, norm = map(float, _norms(jnp.asarray(out), jnp.asarray(exact)))
+    error = difference / (norm or 1.0)
+    return math.inf if math.isnan(error) else error
+
+
+@jax.jit
+def _norms(out, exact):
+    """The norms of the difference and of `exact`: one program, so that no float32 copies of large arrays are made."""
+    out, exact = out.astype(jnp.float32), exact.astype(jnp.float32)
     same = (out == exact) | (jnp.isnan(out) & jnp.isnan(exact))
     difference = jnp.where(same, 0.0, out - exact)
-    norm = jnp.linalg.norm(jnp.where(jnp.isfinite(exact), exact, 0.0).ravel())
-    error = float(jnp.linalg.norm(difference.ravel())) / (float(norm) or 1.0)
-    return math.inf if math.isnan(error) else error
+    return jnp.linalg.norm(difference.ravel()), jnp.linalg.norm(jnp.where(jnp.isfinite(exact), exact, 0.0).ravel())
