@@ -20,6 +20,7 @@ from bench.peers import imports
 from cookbook import _host, blackwell, elementwise
 from cookbook.blackwell import cost as blackwell_cost
 from cookbook.gemm import cost
+from cookbook.gemm.dense.pack import num_words
 from cookbook.gemm.gated import plan as gated
 from cookbook.gemm.grouped import cost as group_cost
 from cookbook.gemm.rungs.matmul_blocked import matmul_blocked_reference
@@ -45,6 +46,10 @@ glu, matmul, matmul_fp8, matmul_int8_weights, moe, ragged_dot, ragged_dot_fp8, r
 delta_rule, delta_rule_step, ssd, ssd_step = map(
     inspect.getmodule,
     (cookbook.gated_delta_rule, cookbook.gated_delta_rule_step, cookbook.ssd, cookbook.ssd_step),
+)
+matmul_int4_weights, matmul_mxfp4_weights, ragged_dot_mxfp4_weights = map(
+    inspect.getmodule,
+    (cookbook.matmul_int4_weights, cookbook.matmul_mxfp4_weights, cookbook.ragged_dot_mxfp4_weights),
 )
 kda, kda_step = map(inspect.getmodule, (cookbook.kda, cookbook.kda_step))
 causal_conv1d, causal_conv1d_step = map(inspect.getmodule, (cookbook.causal_conv1d, cookbook.causal_conv1d_step))
@@ -469,6 +474,37 @@ def _matmul_int8_weights(m, n, k, target, **kwargs):
                 derive=lambda a, w_q, scales: (w_q.T * scales).astype(BF16),
                 tune=lambda *args: lab.autotune(
                     cookbook.matmul_int8_weights, *args[:3], transpose_w=True, configs=op.ranked(m, n, k, TO_TUNE)),
+                **kwargs)  # fmt: skip
+
+
+def _matmul_int4_weights(m, n, k, target, group_size=128, **kwargs):
+    """cuBLAS gets weights that are 16-bit already; XLA unpacks the 4-bit ones, then multiplies."""
+    op, avals = matmul_int4_weights, ((m, k), (n, num_words(k)), (-(-k // group_size), n))
+    reference = lambda x, w, scales, wide=None: op.matmul_int4_weights_reference(x, w, scales, group_size=group_size)
+    kernel = functools.partial(cookbook.matmul_int4_weights, group_size=group_size)
+    return _four_bits(op, (m, n, k), avals, (BF16, jnp.uint32, BF16), kernel, reference,
+                      lambda w, scales: op.weights_reference(w, scales, None, group_size, k, BF16),
+                      op.bytes_moved(m, n, k, group_size), target, **kwargs)  # fmt: skip
+
+
+def _matmul_mxfp4_weights(m, n, k, target, **kwargs):
+    op, ones = matmul_mxfp4_weights, np.full((-(-k // 64), n), 229 * 257, np.uint16)  # Scales of 1.
+    reference = lambda x, w, scales, wide=None: op.matmul_mxfp4_weights_reference(x, w, scales)
+    return _four_bits(op, (m, n, k), ((m, k), (n, num_words(k))), (BF16, jnp.uint32), cookbook.matmul_mxfp4_weights,
+                      reference, lambda w, scales: op.widened(w, scales, BF16)[:k], op.bytes_moved(m, n, k), target,
+                      integers=(ones,), **kwargs)  # fmt: skip
+
+
+def _four_bits(op, sizes, shapes, dtypes, kernel, reference, widened, nbytes, target, **kwargs):
+    (m, n, k), name = sizes, op.__name__.rpartition(".")[2]
+    peers = {
+        "cublas": lambda x, w, scales, wide: x @ wide,
+        "xla": lambda x, w, scales, wide: (x @ widened(w, scales)).astype(BF16),
+    }
+    return Case(name, shapes, BF16, lambda x, w, scales, wide=None: kernel(x, w, scales), reference, peers,
+                op.flops(m, n, k), nbytes, f"{m}x{n}x{k}", target=target, dtypes=dtypes, reads_weights=m <= 128,
+                derive=lambda x, w, scales: widened(w, scales),
+                tune=lambda x, w, scales, *_: lab.autotune(kernel, x, w, scales, configs=op.ranked(m, n, k, TO_TUNE)),
                 **kwargs)  # fmt: skip
 
 
@@ -1013,6 +1049,23 @@ def _ragged_transposed(m, k, n, sizes, target=None, **kwargs):
                 **kwargs)  # fmt: skip
 
 
+def _ragged_mxfp4_weights(m, n, k, sizes, **kwargs):
+    """Rates of few rows are those of reading the experts that have rows. `ragged_dot` gets weights of 16 bits."""
+    op, sizes = ragged_dot_mxfp4_weights, np.asarray(sizes, np.int32)
+    g, touched = len(sizes), int(np.count_nonzero(sizes))
+    ones = np.full((g, -(-k // 64), n), 229 * 257, np.uint16)  # Scales of 1.
+    return Case("ragged_dot_mxfp4_weights", ((m, k), (g, n, num_words(k))), BF16,
+                lambda lhs, w, scales, sizes, wide=None: cookbook.ragged_dot_mxfp4_weights(lhs, w, scales, sizes),
+                lambda lhs, w, scales, sizes, wide=None: op.ragged_dot_mxfp4_weights_reference(lhs, w, scales, sizes),
+                {"ragged_dot": lambda lhs, w, scales, sizes, wide: cookbook.ragged_dot(lhs, wide, sizes)},
+                op.flops(int(sizes.sum()), n, k), op.bytes_moved(m, n, k, touched), f"{m}x{n}x{k}_g{g}",
+                dtypes=(BF16, jnp.uint32), integers=(ones, sizes),
+                derive=lambda lhs, w, scales, sizes: matmul_mxfp4_weights.widened(w, scales, BF16)[:, :k],
+                tune=lambda lhs, w, scales, sizes, *_: lab.autotune(
+                    cookbook.ragged_dot_mxfp4_weights, lhs, w, scales, sizes, configs=op.ranked(m, n, k, g, TO_TUNE)),
+                **kwargs)  # fmt: skip
+
+
 def _ragged_fp8(m, n, k, sizes, **kwargs):
     """Scales of blocks of 128."""
     sizes = np.asarray(sizes, np.int32)
@@ -1114,6 +1167,11 @@ CASES = [
     _matmul_fp8(8192, 8192, 8192),
     *(_matmul_int8_weights(m, 8192, 8192, Target("cublas", 1.6), headline=m == 16) for m in (16, 64, 128)),
     _matmul_int8_weights(4096, 8192, 4096, ABOVE_XLA, headline=True),
+    *(_matmul_int4_weights(m, 8192, 8192, Target("cublas", 2.5)) for m in (1, 16, 64)),
+    _matmul_int4_weights(256, 8192, 8192, Target("cublas", 1.0)),
+    _matmul_int4_weights(16, 28672, 8192, Target(None, rate=3.4)),
+    _matmul_int4_weights(4096, 8192, 4096, Target("cublas", 0.95)),
+    *(_matmul_mxfp4_weights(m, 8192, 8192, Target("cublas", 2.5)) for m in (1, 64)),
 ]
 
 
@@ -1219,6 +1277,8 @@ CASES += [
     _ragged(512, 1536, 4096, routed(64, 8, 128), target=Target(None, rate=3.6), reads_weights=True),
     _ragged_transposed(131072, 4096, 1536, skewed(131072, 128, 1.0), Target(None, rate=600), headline=True),
     _ragged_transposed(16384, 4096, 4096, FEW_LARGE, Target(None, rate=600)),
+    _ragged_mxfp4_weights(256, 2880, 2880, routed(64, 4, 32), target=Target(None, rate=3.0), reads_weights=True),
+    _ragged_mxfp4_weights(16384, 2880, 2880, routed(4096, 4, 32), target=Target("ragged_dot", 0.9)),
     _ragged_fp8(32768, 4096, 7168, [8192] * 4, target=Target(None, rate=1000), headline=True),
     _moe(8192, 128, 8, 2048, 768, target=Target("products", 0.8), headline=True),
 ]

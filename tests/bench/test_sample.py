@@ -20,7 +20,7 @@ def test_problems_are_the_seeds_own_and_in_bounds(op):
     drawn = sample.SAMPLES[op].problems(300, seed=1)
     assert drawn[:20] == sample.SAMPLES[op].problems(20, seed=1) != sample.SAMPLES[op].problems(20, seed=2)
     for sizes in drawn:
-        if op == "matmul_int8_weights":
+        if op in ("matmul_int8_weights", "matmul_int4_weights"):
             m, n, k = sizes
             assert 1 <= m <= 4096 and 2048 <= min(n, k) and max(n, k) <= 28672 and n % 16 == k % 16 == 0
         elif op == "ragged_dot":
