@@ -38,6 +38,7 @@ class Op:
 VALUES = {
     "normal": lambda x: x,
     "positive": np.abs,
+    "zeros": lambda x: np.round(np.abs(x)),
     "negative": lambda x: -np.abs(x),
     "share": lambda x: 1 / (1 + np.exp(x)),
     "unit": lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True),
@@ -71,6 +72,8 @@ GROUPS = np.array([5, 0, 11], np.int32)
 LOGITS = ("scale", "logits_soft_cap", "local_window_size", "return_lse")
 CROSS_ENTROPY = ("ignore_index", "label_smoothing", "z_loss", "logits_soft_cap", "return_lse")
 PAGED = dict(k_pages=PAGES, v_pages=PAGES, block_tables=TABLES, kv_lens=LENS)
+MATRICES = np.random.default_rng(1).integers(0, 2**32, (3, 16, 16), np.uint32)  # 128 by 16 weights of 4 bits each.
+WORDS, E2M1_SCALES = MATRICES[0], MATRICES[1, :2].astype(np.uint16) % 16 + (8 * 257 << 4)
 HEADS, SEGMENTS = (1, 20, 2, 64), np.repeat(np.array([3, 7], np.int32), (8, 12))[None]
 
 OPS = {
@@ -253,10 +256,21 @@ OPS = {
         more=dict(scale_a=(F32, (20,)), scale_b=(F32, (16,))),
         empty=(dict(a=0), dict(b=1), dict(a=1, b=0)),
     ),
+    "matmul_int4_weights": Op(
+        dict(x=(BF16, (20, 128)), w=WORDS, scales=(BF16, (2, 16))),
+        dict(group_size=64),
+        static=("group_size",),
+        more=dict(zeros=(BF16, (2, 16), "zeros")),
+        empty=(dict(x=0), dict(w=0, scales=1), dict(x=1, w=1, scales=0)),
+    ),
     "matmul_int8_weights": Op(
         dict(a=(BF16, (20, 32)), w_q=(INT8, (32, 16)), scales=(F32, (16,))),
         static=("transpose_w",),
         empty=(dict(a=0), dict(w_q=1, scales=0), dict(a=1, w_q=0)),
+    ),
+    "matmul_mxfp4_weights": Op(
+        dict(x=(BF16, (20, 128)), w=WORDS, scales=E2M1_SCALES),
+        empty=(dict(x=0), dict(w=0, scales=1), dict(x=1, w=1, scales=0)),
     ),
     "matmul_pipelined": Op(
         dict(a=(BF16, (20, 32)), b=(BF16, (32, 24))),
@@ -286,6 +300,21 @@ OPS = {
         choices=dict(renormalize=False),
         empty=(dict(x=0, router_logits=0),),
     ),
+    "moe_mxfp4_weights": Op(
+        dict(
+            x=(BF16, (5, 64)),
+            router_logits=(F32, (5, 3)),
+            w_gate_up=MATRICES[:, :, :8],
+            gate_up_scales=np.stack([E2M1_SCALES[:1] - 4 * 257] * 3),
+            w_down=np.concatenate([MATRICES[..., :8]] * 4, axis=1),
+            down_scales=np.concatenate([np.stack([E2M1_SCALES[:1]] * 3)] * 4, axis=2),
+        ),
+        dict(top_k=2),
+        static=("top_k", "renormalize", "swiglu_limit"),
+        more=dict(b_gate_up=(F32, (3, 16)), b_down=(F32, (3, 64)), group_offset=np.array(0, np.int32)),
+        choices=dict(renormalize=False, swiglu_limit=2.0),
+        empty=(dict(x=0, router_logits=0),),
+    ),
     "paged_attention": Op(
         dict(q=(BF16, (2, 2, 64)), **PAGED),
         static=LOGITS,
@@ -312,6 +341,18 @@ OPS = {
         static=("transpose_rhs",),
         more=dict(group_offset=np.array(1, np.int32)),
         empty=(dict(lhs=0, scale_lhs=0), dict(rhs=0, scale_rhs=0, group_sizes=0)),
+    ),
+    "ragged_dot_int4_weights": Op(
+        dict(lhs=(BF16, (20, 128)), w=MATRICES, scales=(BF16, (3, 2, 16)), group_sizes=GROUPS),
+        dict(group_size=64),
+        static=("group_size",),
+        more=dict(zeros=(BF16, (3, 2, 16), "zeros"), group_offset=np.array(1, np.int32)),
+        empty=(dict(lhs=0), dict(w=0, scales=0, group_sizes=0)),
+    ),
+    "ragged_dot_mxfp4_weights": Op(
+        dict(lhs=(BF16, (20, 128)), w=MATRICES, scales=np.stack([E2M1_SCALES] * 3), group_sizes=GROUPS),
+        more=dict(group_offset=np.array(1, np.int32)),
+        empty=(dict(lhs=0), dict(w=0, scales=0, group_sizes=0)),
     ),
     "ragged_dot_int8_weights": Op(
         dict(lhs=(BF16, (20, 32)), rhs=(INT8, (3, 32, 16)), scales=(F32, (3, 16)), group_sizes=GROUPS),
@@ -355,6 +396,13 @@ OPS = {
         more=dict(q_norm=(F32, (64,)), k_norm=(F32, (64,))),
         empty=(dict(qkv=0, cos=0, sin=0, slot_mapping=0),),
     ),
+    "sample": Op(
+        dict(logits=(F32, (3, 40)), seeds=np.array([1, 2, 3], np.int32), positions=np.array([0, 5, 9], np.int32)),
+        more=dict(temperature=(F32, (3,), "positive"), top_p=(F32, (3,), "share")),
+        static=("num_logprobs",),
+        choices=dict(num_logprobs=2),
+        empty=(dict(logits=0, seeds=0, positions=0),),
+    ),
     "softmax": Op(dict(x=(F32, (3, 40))), gradients=("x",), empty=(dict(x=0),)),
     "ssd": Op(
         dict(
@@ -382,6 +430,7 @@ OPS = {
         more=dict(d=(F32, (2,))),
         empty=(dict(x=0, dt=0, b=0, c=0, state=0),),
     ),
+    "top_k": Op(dict(x=(F32, (3, 40))), options=dict(k=5), static=("k",), gradients=("x",), empty=(dict(x=0),)),
     "varlen_attention": Op(
         dict(
             q=(BF16, (20, 2, 64)),

@@ -20,6 +20,7 @@ from bench.peers import imports
 from cookbook import _host, blackwell, elementwise
 from cookbook.blackwell import cost as blackwell_cost
 from cookbook.gemm import cost
+from cookbook.gemm.dense.pack import num_words
 from cookbook.gemm.gated import plan as gated
 from cookbook.gemm.grouped import cost as group_cost
 from cookbook.gemm.rungs.matmul_blocked import matmul_blocked_reference
@@ -46,10 +47,15 @@ delta_rule, delta_rule_step, ssd, ssd_step = map(
     inspect.getmodule,
     (cookbook.gated_delta_rule, cookbook.gated_delta_rule_step, cookbook.ssd, cookbook.ssd_step),
 )
+matmul_int4_weights, matmul_mxfp4_weights, ragged_dot_mxfp4_weights = map(
+    inspect.getmodule,
+    (cookbook.matmul_int4_weights, cookbook.matmul_mxfp4_weights, cookbook.ragged_dot_mxfp4_weights),
+)
 kda, kda_step = map(inspect.getmodule, (cookbook.kda, cookbook.kda_step))
 causal_conv1d, causal_conv1d_step = map(inspect.getmodule, (cookbook.causal_conv1d, cookbook.causal_conv1d_step))
 cross_entropy, linear_cross_entropy = map(inspect.getmodule, (cookbook.cross_entropy, cookbook.linear_cross_entropy))
 reduce_sum, rms_norm, softmax = map(inspect.getmodule, (cookbook.reduce_sum, cookbook.rms_norm, cookbook.softmax))
+sample, top_k = map(inspect.getmodule, (cookbook.sample, cookbook.top_k))
 layer_norm, group_norm = map(inspect.getmodule, (cookbook.layer_norm, cookbook.group_norm))
 
 # The peers that are not this project's own, and what each is.
@@ -114,7 +120,18 @@ class Case:
         if self.op.startswith("blackwell."):
             return "b200"
         on_cuda_cores = self.op.startswith(
-            ("add", "softmax", "rms_norm", "layer_norm", "group_norm", "reduce_sum", "causal_", "cross_")
+            (
+                "add",
+                "softmax",
+                "rms_norm",
+                "layer_norm",
+                "group_norm",
+                "reduce_sum",
+                "causal_",
+                "cross_",
+                "top_k",
+                "sample",
+            )
         ) or self.op.endswith("_step")
         return None if on_cuda_cores or self.impl == "matmul_blocked" else "h200"
 
@@ -275,6 +292,37 @@ def _sum(rows, cols, axis, dtype=jnp.bfloat16, **kwargs):
                 f"{rows}x{cols}_axis{axis}", **kwargs)  # fmt: skip
 
 
+def _top_k(rows, cols, k, dtype=jnp.float32, **kwargs):
+    """Values and indices, in float32 as those of a vocabulary's logits often are."""
+    ours, xla = (functools.partial(fn, k=k) for fn in (cookbook.top_k, top_k.top_k_reference))
+    return Case("top_k", ((rows, cols),), dtype, ours, xla, {"xla": xla}, top_k.flops(rows, cols),
+                top_k.bytes_moved(rows, cols, jnp.dtype(dtype).itemsize, k), f"{rows}x{cols}_k{k}",
+                **kwargs)  # fmt: skip
+
+
+def _sample(rows, cols, name="", dtype=jnp.float32, **kwargs):
+    """Peers draw with JAX's generator, other tokens than ours: none has the same noise."""
+    options = {key: kwargs.pop(key) for key in ("top_k", "top_p") if key in kwargs}
+    places = np.arange(rows, dtype=np.int32), np.full(rows, 7, np.int32)
+
+    def xla(x, seeds, positions):
+        x, key = x.astype(jnp.float32), jax.random.key(0)
+        if "top_k" in options:
+            x, index = jax.lax.top_k(x, options["top_k"])
+        if "top_p" in options:
+            p = jax.nn.softmax(x, axis=-1)
+            ranked = jnp.sort(p, axis=-1, descending=True)
+            count = jnp.sum(jnp.cumsum(ranked, axis=-1) - ranked < options["top_p"], axis=-1, keepdims=True)
+            x = jnp.where(p >= jnp.take_along_axis(ranked, count - 1, axis=-1), x, -jnp.inf)
+        token = jax.random.categorical(key, x, axis=-1)
+        return jnp.take_along_axis(index, token[:, None], -1)[:, 0] if "top_k" in options else token
+
+    ours, exact = (functools.partial(fn, **options) for fn in (cookbook.sample, sample.sample_reference))
+    return Case("sample", ((rows, cols),), dtype, ours, exact, {"xla": xla}, sample.flops(rows, cols),
+                sample.bytes_moved(rows, cols, jnp.dtype(dtype).itemsize), f"{rows}x{cols}{name}",
+                integers=places, parts=("xla",), **kwargs)  # fmt: skip
+
+
 def _labels(rows, vocabulary):
     return (np.random.default_rng(0).integers(0, vocabulary, rows).astype(np.int32),)
 
@@ -426,6 +474,37 @@ def _matmul_int8_weights(m, n, k, target, **kwargs):
                 derive=lambda a, w_q, scales: (w_q.T * scales).astype(BF16),
                 tune=lambda *args: lab.autotune(
                     cookbook.matmul_int8_weights, *args[:3], transpose_w=True, configs=op.ranked(m, n, k, TO_TUNE)),
+                **kwargs)  # fmt: skip
+
+
+def _matmul_int4_weights(m, n, k, target, group_size=128, **kwargs):
+    """cuBLAS gets weights that are 16-bit already; XLA unpacks the 4-bit ones, then multiplies."""
+    op, avals = matmul_int4_weights, ((m, k), (n, num_words(k)), (-(-k // group_size), n))
+    reference = lambda x, w, scales, wide=None: op.matmul_int4_weights_reference(x, w, scales, group_size=group_size)
+    kernel = functools.partial(cookbook.matmul_int4_weights, group_size=group_size)
+    return _four_bits(op, (m, n, k), avals, (BF16, jnp.uint32, BF16), kernel, reference,
+                      lambda w, scales: op.weights_reference(w, scales, None, group_size, k, BF16),
+                      op.bytes_moved(m, n, k, group_size), target, **kwargs)  # fmt: skip
+
+
+def _matmul_mxfp4_weights(m, n, k, target, **kwargs):
+    op, ones = matmul_mxfp4_weights, np.full((-(-k // 64), n), 229 * 257, np.uint16)  # Scales of 1.
+    reference = lambda x, w, scales, wide=None: op.matmul_mxfp4_weights_reference(x, w, scales)
+    return _four_bits(op, (m, n, k), ((m, k), (n, num_words(k))), (BF16, jnp.uint32), cookbook.matmul_mxfp4_weights,
+                      reference, lambda w, scales: op.widened(w, scales, BF16)[:k], op.bytes_moved(m, n, k), target,
+                      integers=(ones,), **kwargs)  # fmt: skip
+
+
+def _four_bits(op, sizes, shapes, dtypes, kernel, reference, widened, nbytes, target, **kwargs):
+    (m, n, k), name = sizes, op.__name__.rpartition(".")[2]
+    peers = {
+        "cublas": lambda x, w, scales, wide: x @ wide,
+        "xla": lambda x, w, scales, wide: (x @ widened(w, scales)).astype(BF16),
+    }
+    return Case(name, shapes, BF16, lambda x, w, scales, wide=None: kernel(x, w, scales), reference, peers,
+                op.flops(m, n, k), nbytes, f"{m}x{n}x{k}", target=target, dtypes=dtypes, reads_weights=m <= 128,
+                derive=lambda x, w, scales: widened(w, scales),
+                tune=lambda x, w, scales, *_: lab.autotune(kernel, x, w, scales, configs=op.ranked(m, n, k, TO_TUNE)),
                 **kwargs)  # fmt: skip
 
 
@@ -970,6 +1049,23 @@ def _ragged_transposed(m, k, n, sizes, target=None, **kwargs):
                 **kwargs)  # fmt: skip
 
 
+def _ragged_mxfp4_weights(m, n, k, sizes, **kwargs):
+    """Rates of few rows are those of reading the experts that have rows. `ragged_dot` gets weights of 16 bits."""
+    op, sizes = ragged_dot_mxfp4_weights, np.asarray(sizes, np.int32)
+    g, touched = len(sizes), int(np.count_nonzero(sizes))
+    ones = np.full((g, -(-k // 64), n), 229 * 257, np.uint16)  # Scales of 1.
+    return Case("ragged_dot_mxfp4_weights", ((m, k), (g, n, num_words(k))), BF16,
+                lambda lhs, w, scales, sizes, wide=None: cookbook.ragged_dot_mxfp4_weights(lhs, w, scales, sizes),
+                lambda lhs, w, scales, sizes, wide=None: op.ragged_dot_mxfp4_weights_reference(lhs, w, scales, sizes),
+                {"ragged_dot": lambda lhs, w, scales, sizes, wide: cookbook.ragged_dot(lhs, wide, sizes)},
+                op.flops(int(sizes.sum()), n, k), op.bytes_moved(m, n, k, touched), f"{m}x{n}x{k}_g{g}",
+                dtypes=(BF16, jnp.uint32), integers=(ones, sizes),
+                derive=lambda lhs, w, scales, sizes: matmul_mxfp4_weights.widened(w, scales, BF16)[:, :k],
+                tune=lambda lhs, w, scales, sizes, *_: lab.autotune(
+                    cookbook.ragged_dot_mxfp4_weights, lhs, w, scales, sizes, configs=op.ranked(m, n, k, g, TO_TUNE)),
+                **kwargs)  # fmt: skip
+
+
 def _ragged_fp8(m, n, k, sizes, **kwargs):
     """Scales of blocks of 128."""
     sizes = np.asarray(sizes, np.int32)
@@ -1071,6 +1167,11 @@ CASES = [
     _matmul_fp8(8192, 8192, 8192),
     *(_matmul_int8_weights(m, 8192, 8192, Target("cublas", 1.6), headline=m == 16) for m in (16, 64, 128)),
     _matmul_int8_weights(4096, 8192, 4096, ABOVE_XLA, headline=True),
+    *(_matmul_int4_weights(m, 8192, 8192, Target("cublas", 2.5)) for m in (1, 16, 64)),
+    _matmul_int4_weights(256, 8192, 8192, Target("cublas", 1.0)),
+    _matmul_int4_weights(16, 28672, 8192, Target(None, rate=3.4)),
+    _matmul_int4_weights(4096, 8192, 4096, Target("cublas", 0.95)),
+    *(_matmul_mxfp4_weights(m, 8192, 8192, Target("cublas", 2.5)) for m in (1, 64)),
 ]
 
 
@@ -1083,6 +1184,16 @@ CASES += [
     # 0.92 of the rate of a stream.
     _cross_entropy(16384, 151936, target=Target("xla", rate=4.03)),
     _cross_entropy(16384, 151936, gradients=True, target=Target("xla", rate=4.03)),
+]
+
+
+# Rows, columns, k and the TB/s that milliseconds of 0.020, 0.040, 0.010 and 0.060 are: logits of decoding.
+SELECTIONS = ((64, 128256, 50, 1.64), (64, 128256, 1024, 0.82), (1, 128256, 50, 0.051), (256, 151936, 20, 2.59))
+CASES += [_top_k(*size, target=Target("xla", rate=rate)) for *size, rate in SELECTIONS]
+CASES += [  # 0.014 ms and 0.030 ms.
+    _sample(64, 128256, target=Target("xla", rate=2.35)),
+    _sample(64, 128256, "_p0.9", top_p=0.9, target=Target("xla", rate=1.09)),
+    _sample(64, 128256, "_k50_p0.9", top_k=50, top_p=0.9, target=Target("xla", rate=1.09)),
 ]
 
 
@@ -1166,6 +1277,8 @@ CASES += [
     _ragged(512, 1536, 4096, routed(64, 8, 128), target=Target(None, rate=3.6), reads_weights=True),
     _ragged_transposed(131072, 4096, 1536, skewed(131072, 128, 1.0), Target(None, rate=600), headline=True),
     _ragged_transposed(16384, 4096, 4096, FEW_LARGE, Target(None, rate=600)),
+    _ragged_mxfp4_weights(256, 2880, 2880, routed(64, 4, 32), target=Target(None, rate=3.0), reads_weights=True),
+    _ragged_mxfp4_weights(16384, 2880, 2880, routed(4096, 4, 32), target=Target("ragged_dot", 0.9)),
     _ragged_fp8(32768, 4096, 7168, [8192] * 4, target=Target(None, rate=1000), headline=True),
     _moe(8192, 128, 8, 2048, 768, target=Target("products", 0.8), headline=True),
 ]
@@ -1223,9 +1336,15 @@ def relative_error(out, exact) -> float:
     agree count as zero, others as infinity."""
     if isinstance(exact, tuple | list):
         return max(relative_error(*pair) for pair in zip(out, exact, strict=True))
-    out, exact = jnp.asarray(out, jnp.float32), jnp.asarray(exact, jnp.float32)
+    difference, norm = map(float, _norms(jnp.asarray(out), jnp.asarray(exact)))
+    error = difference / (norm or 1.0)
+    return math.inf if math.isnan(error) else error
+
+
+@jax.jit
+def _norms(out, exact):
+    """The norms of the difference and of `exact`: one program, so that no float32 copies of large arrays are made."""
+    out, exact = out.astype(jnp.float32), exact.astype(jnp.float32)
     same = (out == exact) | (jnp.isnan(out) & jnp.isnan(exact))
     difference = jnp.where(same, 0.0, out - exact)
-    norm = jnp.linalg.norm(jnp.where(jnp.isfinite(exact), exact, 0.0).ravel())
-    error = float(jnp.linalg.norm(difference.ravel())) / (float(norm) or 1.0)
-    return math.inf if math.isnan(error) else error
+    return jnp.linalg.norm(difference.ravel()), jnp.linalg.norm(jnp.where(jnp.isfinite(exact), exact, 0.0).ravel())

@@ -55,6 +55,10 @@ def _rows_and_cols(rng):
     return round(_log_uniform(rng, 1, 10**6)), round(_log_uniform(rng, 1, 65536))
 
 
+def _rows_and_k(rng):
+    return tuple(round(_log_uniform(rng, 1, most)) for most in (1024, 2**18, 2048))
+
+
 def _product(rng, multiple: int):
     m, n, k = _log_uniform(rng, 1, 16384, 3)
     return max(1, round(m)), _multiple(n, multiple), _multiple(k, multiple)
@@ -155,9 +159,12 @@ SAMPLES = {
     "matmul": _of_products(8, problems._matmul),
     "matmul_fp8": _of_products(16, problems._matmul_fp8),
     "glu": dataclasses.replace(_of_products(8, problems._glu), target=LIKE_JAX),
-    # The target depends on the rows of `a`: see `_groups`.
+    # The targets of narrow weights depend on the rows of `a`: see `_groups`.
     "matmul_int8_weights": Sample(
         _weights, lambda *_: True, functools.partial(problems._matmul_int8_weights, target=None), None
+    ),
+    "matmul_int4_weights": Sample(
+        _weights, lambda *_: True, functools.partial(problems._matmul_int4_weights, target=None), None
     ),
     "ragged_dot": Sample(
         _groups_of_rows, lambda m, n, k, g, skew: 1e9 <= 2 * m * n * k <= 4e12 and g * n * k <= 4e9, _ragged, LIKE_JAX
@@ -173,6 +180,7 @@ SAMPLES = {
     "linear_cross_entropy": Sample(
         _tokens_and_vocabulary, lambda *_: True, problems._linear_cross_entropy, (1.05, 0.95, 0.95)
     ),
+    "top_k": Sample(_rows_and_k, lambda rows, cols, k: k <= cols and rows * cols <= 10**9, problems._top_k, BEYOND_XLA),
     "ssd": Sample(_state_space, lambda *sizes: _fits(*sizes[:3]), problems._ssd, BEYOND_XLA),
     "gated_delta_rule": Sample(
         _key_and_value_heads,
@@ -214,7 +222,7 @@ def statistics(ratios) -> tuple[float, float, float]:
 
 def _groups(op: str, rows: list[Row]):
     """(name, rows, target) of each set of problems with a target of its own."""
-    if op != "matmul_int8_weights":
+    if op not in ("matmul_int8_weights", "matmul_int4_weights"):
         return [("all", rows, SAMPLES[op].target)]
     few, some = (lambda row: row.sizes[0] <= 64), (lambda row: 64 < row.sizes[0] <= 128)
     many = lambda row: row.sizes[0] > 128

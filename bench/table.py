@@ -14,6 +14,8 @@ NOT_TIMED = {
     "fuse": "it is what `add` is made of",
     "linear_attention": "it is `ssd` without gates",
     "merge_attention": "XLA computes it",
+    "moe_mxfp4_weights": "its products are timed, and what is around them as a part of `moe`",
+    "ragged_dot_int4_weights": "there is no peer: no library has this product",
     "ragged_dot_int8_weights": "there is no peer: no library has this product",
     "rope_write_kv": "chapter 22 times it as a part of a step",
     "write_kv": "chapter 22 times it as a part of a step",
@@ -21,7 +23,7 @@ NOT_TIMED = {
 NOT_FUZZED = dict.fromkeys(
     ("blackwell.matmul", "blackwell.matmul_mxfp8", "blackwell.ragged_dot"),
     "a case may take two blocks, which the interpreter cannot pair",
-)
+) | {"moe_mxfp4_weights": "its parts are: the routing of `moe`, and `ragged_dot_mxfp4_weights`"}
 TOPICS = {"reduce_sum_leading": "reduce_sum", "attention_backward": "attention"}  # Samples that are called otherwise.
 COURSE = {"matmul_blocked", "matmul_wgmma", "matmul_pipelined"}  # Rungs, which are timed as peers of `matmul`.
 

@@ -22,15 +22,25 @@ from .gemm import (
     matmul,
     matmul_blocked,
     matmul_fp8,
+    matmul_int4_weights,
     matmul_int8_weights,
+    matmul_mxfp4_weights,
     matmul_pipelined,
     matmul_wgmma,
     moe,
+    moe_mxfp4_weights,
     ragged_dot,
     ragged_dot_fp8,
+    ragged_dot_int4_weights,
     ragged_dot_int8_weights,
+    ragged_dot_mxfp4_weights,
     ragged_dot_transposed,
 )
+from .gemm import pack_int4 as pack_int4
+from .gemm import pack_int4_awq as pack_int4_awq
+from .gemm import pack_int4_gptq as pack_int4_gptq
+from .gemm import pack_mxfp4 as pack_mxfp4
+from .gemm import unpack_int4 as unpack_int4
 from .loss import cross_entropy, linear_cross_entropy
 from .nvlink import all_gather, all_gather_matmul, all_to_all, matmul_reduce_scatter, reduce_scatter
 from .recurrent import (
@@ -45,6 +55,7 @@ from .recurrent import (
     ssd_step,
 )
 from .rows import group_norm, layer_norm, reduce_sum, rms_norm, softmax
+from .select import sample, top_k
 
 __version__ = "0.2.0"
 
@@ -71,25 +82,32 @@ __all__ = [
     "matmul",
     "matmul_blocked",
     "matmul_fp8",
+    "matmul_int4_weights",
     "matmul_int8_weights",
+    "matmul_mxfp4_weights",
     "matmul_pipelined",
     "matmul_reduce_scatter",
     "matmul_wgmma",
     "merge_attention",
     "moe",
+    "moe_mxfp4_weights",
     "paged_attention",
     "ragged_dot",
     "ragged_dot_fp8",
+    "ragged_dot_int4_weights",
     "ragged_dot_int8_weights",
+    "ragged_dot_mxfp4_weights",
     "ragged_dot_transposed",
     "ragged_paged_attention",
     "reduce_scatter",
     "reduce_sum",
     "rms_norm",
     "rope_write_kv",
+    "sample",
     "softmax",
     "ssd",
     "ssd_step",
+    "top_k",
     "varlen_attention",
     "write_kv",
 ]

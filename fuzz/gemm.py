@@ -12,7 +12,9 @@ from cookbook.gemm.gated import plan as gated
 from .cases import Draw, Op, Values
 from .elementwise import FLOATS, activate
 
-matmul_int8_weights = inspect.getmodule(cookbook.matmul_int8_weights)
+matmul_int4_weights, matmul_int8_weights, matmul_mxfp4_weights = map(
+    inspect.getmodule, (cookbook.matmul_int4_weights, cookbook.matmul_int8_weights, cookbook.matmul_mxfp4_weights)
+)
 HALVES = ("bfloat16", "float16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 KINDS = ("normal", "normal", "huge", "tiny", "nan", "inf")
@@ -205,6 +207,65 @@ def int8_reference(case, a, w_q, scales):
     return [(a @ w * scales, slack(a, w) * np.abs(scales))]
 
 
+def draw_four_bits(draw: Draw) -> dict:
+    return sizes(draw) | dict(n=draw.size(150, large=8), group_size=draw.choice(32, 64, 128),
+                              out_dtype=draw.choice(None, *FLOATS), values=draw.choice("normal", "normal", "nan"),
+                              rank=draw.choice(None, draw.number(0, 30)))  # fmt: skip
+
+
+def draw_int4(draw: Draw) -> dict:
+    zeros = draw.choice(None, "uint8", "int32", "bfloat16")
+    return draw_four_bits(draw) | dict(dtype=draw.choice(*HALVES), scales=draw.choice(*FLOATS), zeros=zeros)
+
+
+def int4_arrays(case: dict, values: Values) -> dict:
+    groups, q = -(-case["k"] // case["group_size"]), values((case["k"], case["n"]), "int8", "huge") >> 4
+    given = dict(x=values((case["m"], case["k"]), case["dtype"], case["values"]), q=q)
+    given["scales"] = values((groups, case["n"]), case["scales"], scale=0.01)
+    if case["zeros"]:
+        given["zeros"] = (values((groups, case["n"]), "int8", "huge") & 15).astype(case["zeros"])
+    return given
+
+
+def call_int4(case, x, q, scales, zeros=None):
+    config = ranked(case, matmul_int4_weights.ranked, case["m"], case["n"], case["k"])
+    how = dict(zeros=zeros, group_size=case["group_size"], out_dtype=case["out_dtype"], config=config)
+    return (cookbook.matmul_int4_weights(x, cookbook.pack_int4(q), scales, **how),)
+
+
+def int4_reference(case, x, q, scales, zeros=None):
+    of_rows = lambda numbers: np.repeat(numbers, case["group_size"], axis=0)[: case["k"]]
+    zeros = 0 if zeros is None else of_rows(zeros.astype(np.float64)) - 8
+    w = (q.astype(np.float64) - zeros) * of_rows(scales)
+    # A weight is rounded to 16 bits. In float16 it may be a subnormal number.
+    rounding = 2.0**-8 if case["dtype"] == "bfloat16" else 2.0**-11
+    return [(x @ w, slack(x, np.abs(w) * 1.02 * rounding + 2.0**-25, share=1) + slack(x, w))]
+
+
+def mxfp4_arrays(case: dict, values: Values) -> dict:
+    case, blocks = case | dict(k=case["k"] // 32 * 32), case["k"] // 32
+    codes = values((case["n"], blocks, 16), "int8", "huge").view(np.uint8)
+    scales = (values((case["n"], blocks), "int8", "huge") // 8 + 120).astype(np.uint8)
+    return dict(x=values((case["m"], case["k"]), "bfloat16", case["values"]), blocks=codes, scales=scales)
+
+
+def call_mxfp4(case, x, blocks, scales):
+    config = ranked(case, matmul_mxfp4_weights.ranked, x.shape[0], case["n"], x.shape[1])
+    how = dict(out_dtype=case["out_dtype"], config=config)
+    return (cookbook.matmul_mxfp4_weights(x, *cookbook.pack_mxfp4(blocks, scales), **how),)
+
+
+def mxfp4_reference(case, x, blocks, scales):
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = np.concatenate([magnitudes, -magnitudes])[np.stack([blocks & 15, blocks >> 4], axis=-1)]
+    w = (
+        (values.reshape(*scales.shape, 32) * 2.0 ** (scales.astype(np.float64)[..., None] - 127))
+        .reshape(len(scales), 32 * scales.shape[1])
+        .T
+    )
+    return [(x @ w, slack(x, w))]
+
+
 OPS = {
     "glu": Op(draw_glu, glu_operands, call_glu, glu_reference, rows_of_bytes, ("x", "w_gate", "w_up")),
     "matmul": Op(draw_matmul, operands, call_matmul, matmul_reference, rows_of_bytes, ("a", "b", "bias")),
@@ -214,6 +275,10 @@ OPS = {
     "matmul_fp8": Op(
         draw_fp8, fp8_arrays, call_fp8, fp8_reference, lambda case: TMA if case["k"] % 16 else None
     ),
+    "matmul_int4_weights": Op(
+        draw_int4, int4_arrays, call_int4, int4_reference, lambda case: TMA if case["k"] % 8 else None
+    ),
+    "matmul_mxfp4_weights": Op(draw_four_bits, mxfp4_arrays, call_mxfp4, mxfp4_reference),
     "matmul_int8_weights": Op(
         draw_int8, int8_arrays, call_int8, int8_reference, lambda case: TMA if case["k"] % 16 else None
     ),

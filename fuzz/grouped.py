@@ -168,6 +168,55 @@ def int8_reference(case, lhs, rhs, scales, group_sizes, group_offset=None):
     return [grouped(case, lhs, rhs * scales[:, None, :])]
 
 
+def draw_four_bits(draw: Draw) -> dict:
+    return draw_groups(draw, 8) | dict(transpose_rhs=False, out_dtype=draw.choice(None, *HALVES),
+                                       values=draw.choice("normal", "nan"))  # fmt: skip
+
+
+def draw_int4(draw: Draw) -> dict:
+    return draw_four_bits(draw) | dict(group_size=draw.choice(32, 64, 128), zeros=draw.sometimes(0.5))
+
+
+def int4_arrays(case: dict, values: Values) -> dict:
+    m, n, k, g = (case[name] for name in ("m", "n", "k", "groups"))
+    given = dict(lhs=values((m, k), "bfloat16", case["values"]), q=values((g, k, n), "int8", "huge") >> 4)
+    shape = g, -(-k // case["group_size"]), n
+    given["scales"] = np.exp2(np.round(values(shape, "float32"))).astype("bfloat16")  # So that weights are exact.
+    if case["zeros"]:
+        given["zeros"] = (values(shape, "int8", "huge") & 15).view(np.uint8)
+    return placed(case, **given)
+
+
+def call_int4(case, lhs, q, scales, group_sizes, zeros=None, group_offset=None):
+    how = dict(zeros=zeros, group_size=case["group_size"], out_dtype=case["out_dtype"], group_offset=group_offset)
+    return (cookbook.ragged_dot_int4_weights(lhs, cookbook.pack_int4(q), scales, group_sizes, **how),)
+
+
+def int4_reference(case, lhs, q, scales, group_sizes, zeros=None, group_offset=None):
+    of_rows = lambda numbers: np.repeat(numbers, case["group_size"], axis=1)[:, : case["k"]]
+    zeros = 0 if zeros is None else of_rows(zeros.astype(np.float64)) - 8
+    return [grouped(case, lhs, (q.astype(np.float64) - zeros) * of_rows(scales))]
+
+
+def mxfp4_arrays(case: dict, values: Values) -> dict:
+    m, n, blocks, g = case["m"], case["n"], -(-case["k"] // 32), case["groups"]
+    codes = values((g, n, blocks, 16), "int8", "huge").view(np.uint8)
+    scales = (values((g, n, blocks), "int8", "huge") // 8 + 120).astype(np.uint8)
+    return placed(case, lhs=values((m, 32 * blocks), "bfloat16", case["values"]), blocks=codes, scales=scales)
+
+
+def call_mxfp4(case, lhs, blocks, scales, group_sizes, group_offset=None):
+    how = dict(out_dtype=case["out_dtype"], group_offset=group_offset)
+    return (cookbook.ragged_dot_mxfp4_weights(lhs, *cookbook.pack_mxfp4(blocks, scales), group_sizes, **how),)
+
+
+def mxfp4_reference(case, lhs, blocks, scales, group_sizes, group_offset=None):
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = np.concatenate([magnitudes, -magnitudes])[np.stack([blocks & 15, blocks >> 4], axis=-1)]
+    rhs = values.reshape(*scales.shape, 32) * 2.0 ** (scales.astype(np.float64)[..., None] - 127)
+    return [grouped(case, lhs, rhs.reshape(*scales.shape[:2], 32 * scales.shape[2]).swapaxes(1, 2))]
+
+
 # Sums along groups ---------------------------------------------------------------------------------------------------
 
 
@@ -252,6 +301,10 @@ def moe_reference(case, x, router_logits, w_gate_up, w_down, b_gate_up=None, b_d
 OPS = {
     "ragged_dot": Op(draw_ragged, ragged_arrays, call_ragged, ragged_reference, ragged_rule, ("lhs", "rhs")),
     "ragged_dot_fp8": Op(draw_fp8, fp8_arrays, call_fp8, fp8_reference),
+    "ragged_dot_int4_weights": Op(
+        draw_int4, int4_arrays, call_int4, int4_reference, lambda case: TMA if case["k"] % 8 else None
+    ),
+    "ragged_dot_mxfp4_weights": Op(draw_four_bits, mxfp4_arrays, call_mxfp4, mxfp4_reference),
     "ragged_dot_int8_weights": Op(draw_int8, int8_arrays, call_int8, int8_reference),
     "ragged_dot_transposed": Op(
         draw_transposed, transposed_arrays, call_transposed, transposed_reference,

@@ -93,6 +93,30 @@ class Compiled:
         return found
 
     @property
+    def overwritten_operands(self) -> list[str]:
+        """Writes to registers that a WGMMA before them may still read as its first operand: each, and that WGMMA.
+
+        A WGMMA reads them until `WARPGROUP.DEPBAR` has waited for its group. ptxas 13.0 wrote constants there too
+        early in one of our kernels. The machine code is read in its order, past branches.
+        """
+        if self.kernels:
+            return [write for kernel in self.kernels for write in kernel.overwritten_operands]
+        found, groups = [], [[]]  # WGMMAs of each group that nothing has waited for, the last one open.
+        for line in self.instructions:
+            opcode, _, operands = re.sub(r"^@\S+\s+", "", line).partition(" ")
+            if opcode.startswith("HGMMA"):
+                if first := re.match(r"R\d+, R(\d+)", operands):
+                    groups[-1].append((line, set(range(int(first[1]), int(first[1]) + 4))))
+                groups += [[]] if "gsb0" in operands else []
+            elif opcode.startswith("WARPGROUP.DEPBAR"):
+                left = int(operands.rpartition(",")[2], 16)
+                groups = groups[max(len(groups) - 1 - left, 0) :]
+            else:
+                into = _written(opcode, operands)
+                found += [f"{line}, after {reader}" for group in groups for reader, of in group if of & into]
+        return found
+
+    @property
     def threads(self) -> int:
         """Threads of a block; the most of any kernel."""
         return max(int(x) * int(y) * int(z) for x, y, z in re.findall(r"\.maxntid (\d+), (\d+), (\d+)", self.ptx))
@@ -105,6 +129,24 @@ class Compiled:
         """
         by_smem = SMEM_BYTES // (self.smem_bytes + 1_024)
         return min(by_smem, REGISTERS // (self.threads * 8 * -(-self.registers // 8)), THREADS // self.threads)
+
+
+# Opcodes whose first register is read, not written.
+_READERS = ("ISETP", "FSETP", "DSETP", "HSETP", "PLOP", "R2P", "R2UR", "BAR", "ST", "RED", "BRX", "RET", "CALL",
+            "NANOSLEEP", "WARPSYNC", "JMP", "SYNCS", "UTMA")  # fmt: skip
+
+
+def _written(opcode: str, operands: str) -> set[int]:
+    """The registers that an instruction writes. Predicates may come first."""
+    result = re.match(r"(?:!?U?P(?:\d+|T), )*R(\d+)", operands)
+    if result is None or opcode.startswith(_READERS):
+        return set()
+    if opcode.startswith(("LD", "ATOM")):
+        size = 4 if "128" in opcode or ".4" in opcode else 2 if "64" in opcode or ".2" in opcode else 1
+    else:
+        is_pair = "WIDE" in opcode or opcode == "CS2R" or opcode.startswith(("DADD", "DMUL", "DFMA"))
+        size = 2 if is_pair else 1
+    return set(range(int(result[1]), int(result[1]) + size))
 
 
 def compile_for(gpu: str, fn, *args, name: str | None = None, devices: int | dict[str, int] | None = None) -> Compiled:

@@ -52,6 +52,7 @@ class Plan:
     interpreted: bool
     others: tuple[tuple[str, Any], ...] = ()  # Further scratch of this kernel, not counted in `smem_bytes`.
     num_sums: int = 1  # Sums that a value of o is made of. Those of a warpgroup lie one below the other.
+    four_bits: Any = None  # The format of operand a, if its values have 4 bits: a `FourBits` of `dense/four_bits.py`.
 
     @property
     def config(self) -> Config:
@@ -132,9 +133,12 @@ class Plan:
         scratch = dict(
             a_smem=self.a.smem(num_stages, interpreted),
             b_smem=self.b.smem(num_stages, interpreted),
-            filled=plgpu.Barrier(num_arrivals=self.a.copies + self.b.copies, num_barriers=num_stages),
+            filled=plgpu.Barrier(num_arrivals=self.copies, num_barriers=num_stages),
             freed=freed(num_arrivals=COMPUTE, num_barriers=num_stages),
         )
+        for name, dtype, size in self.of_groups:
+            groups = max(1, self.tiles.tile_k // size)
+            scratch[f"{name}_smem"] = plgpu.SMEM((num_stages, groups, c.tile_m), dtype)
         if not self.stores_directly:
             piece = exchanged(self.store_piece, self.swapped)
             swizzle = piece[1] * self.stored_dtype.itemsize
@@ -150,6 +154,16 @@ class Plan:
             scratch["sums_smem"] = swizzled((COMPUTE, c.split_k, rows, cols), jnp.float32, None, swizzle, interpreted)
             scratch["summed"] = plgpu.Barrier(num_arrivals=c.split_k - 1, num_barriers=COMPUTE)
         return scratch
+
+    @property
+    def of_groups(self) -> tuple[tuple[str, jnp.dtype, int], ...]:
+        """Arrays of (groups along K, rows of a) that a step reads beside its tiles: name, dtype and size of a group."""
+        return self.four_bits.of_groups if self.four_bits else ()
+
+    @property
+    def copies(self) -> int:
+        """Copies of a step."""
+        return self.a.copies + self.b.copies + len(self.of_groups)
 
     @property
     def axis_m(self) -> str | None:
@@ -181,10 +195,10 @@ class Plan:
     def scratch(self) -> dict:
         return self._scratch(self.num_stages) | dict(self.others)
 
-    def ring(self, a_smem, b_smem, filled, freed) -> Ring:
+    def ring(self, a_smem, b_smem, filled, freed, *of_groups) -> Ring:
         """The ring in a kernel's scratch."""
         (a, a_tma), (b, b_tma) = self.a.views(a_smem, self.interpreted), self.b.views(b_smem, self.interpreted)
-        return Ring(filled, freed, self.num_stages, a, b, a_tma, b_tma)
+        return Ring(filled, freed, self.num_stages, a, b, a_tma, b_tma, of_groups)
 
     def num_tiles(self):
         """How many tiles this block computes."""

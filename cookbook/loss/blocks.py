@@ -8,6 +8,8 @@ from . import products
 BYTES_MAX = 2e9  # Logits and all else beside operands and results.
 SHARE = 0.95  # Share of the budget for blocks. The rest is for numbers per row, and for XLA.
 UNIT = 128  # Rows of a tile. A block of fewer wastes a part of it.
+# Blocks of rows of which each adds to d_weight, and is rounded: with more the sum would lose digits.
+ROUNDED_MAX = 16
 SECONDS_PER_FLOP, SECONDS_PER_BYTE = 1 / 760e12, 1 / 4.2e12  # An H200's.
 
 
@@ -16,8 +18,8 @@ class Blocks:
     """The blocks of one call."""
 
     rows: int  # Rows of a block, a multiple of 8: of a call with more the last may be short.
-    # None: the gradient of the weight is added up over the blocks of rows. Otherwise it is computed for so many columns
-    # at a time, of all rows, whose logits are computed once more.
+    # None: a block has whole rows of logits. Otherwise so many columns, a multiple of 128, of logits that are computed
+    # a second time, for the gradients alone.
     cols: int | None = None
 
     def num(self, rows: int) -> int:
@@ -37,7 +39,6 @@ def blocks_of(rows: int, hidden: int, vocabulary: int, pitch: int, memory: str |
     """
     if memory is None and 2 * rows * pitch <= BYTES_MAX:
         return Blocks(_up(rows, 8))
-    budget = rows * vocabulary / 5 if memory == "low" else BYTES_MAX
     left = BYTES_MAX - 4 * vocabulary * hidden
     most = int(left // (2 * pitch + 2 * hidden)) // UNIT * UNIT
     if memory is None and most >= max(4 * UNIT, rows // 64):
@@ -48,29 +49,34 @@ def blocks_of(rows: int, hidden: int, vocabulary: int, pitch: int, memory: str |
             return flops * SECONDS_PER_FLOP + nbytes * SECONDS_PER_BYTE
 
         return min(map(Blocks, _parts(rows, most)), key=seconds)
-    # Each row has its logits, its hidden values with zeros if it is ignored, and its gradient.
-    most = int(SHARE * budget // (2 * pitch + 4 * hidden))
-    # Beside a block of columns, which is logits, rows of the weight and of its gradient: the hidden values of all rows.
-    left = max(SHARE * budget - 2 * rows * hidden, budget / 4)
-    most_cols = min(int(left // (2 * rows + 4 * hidden)), pitch)
+    budget = SHARE * (rows * vocabulary / 5 if memory == "low" else BYTES_MAX)
+    found = []
+    for num in range(1, ROUNDED_MAX + 1):
+        size = _up(-(-rows // num), 8)
+        # Beside a block: the hidden values of its rows, with zeros where they are ignored, and float32 sums of their
+        # gradient.
+        most = int((budget / size - 6 * hidden) / 2)
+        if found and num > 2 * found[0].num(rows):  # Smaller products are no faster.
+            break
+        if most >= min(4 * UNIT, pitch):
+            found += [Blocks(size, cols) for cols in _parts(pitch, most)]
+    if not found:  # Hidden values alone take the budget.
+        found = [Blocks(max(size, min(UNIT, _up(rows, 8))), min(8 * UNIT, _up(pitch, UNIT)))]
 
-    def seconds_of_cols(cols: int):
-        logits, d_weight = ((rows, cols, hidden), (False, False)), ((cols, hidden, rows), (True, True))
-        return -(-pitch // cols) * (products.seconds(*logits, num_sms) + products.seconds(*d_weight, num_sms))
+    def seconds_of_both(blocks: Blocks):
+        size, cols, times = blocks.rows, blocks.cols, blocks.num(rows)
+        all_logits = products.seconds((size, pitch, hidden), (False, False), num_sms)
+        logits = products.seconds((size, cols, hidden), (False, False), num_sms)
+        d_weight = products.seconds((cols, hidden, size), (True, True), num_sms)
+        d_hidden = products.seconds((size, hidden, cols), (False, True), num_sms, out_bytes=4)
+        added = 2 * vocabulary * hidden * (times > 1) * SECONDS_PER_BYTE  # d_weight is read before it is written.
+        return times * (all_logits + -(-pitch // cols) * (logits + d_weight + d_hidden) + added)
 
-    def seconds_of_rows(size: int):
-        logits, d_hidden = ((size, pitch, hidden), (False, False)), ((size, hidden, pitch), (False, True))
-        return -(-rows // size) * (products.seconds(*logits, num_sms) + products.seconds(*d_hidden, num_sms))
-
-    cols = min(_parts(pitch, most_cols), key=seconds_of_cols)
-    # Where the last block is short, hidden and its gradient are copied, to arrays with more rows.
-    sizes = _parts(rows, most)
-    whole = [size for size in sizes if rows % size == 0]
-    return Blocks(min(whole or sizes, key=seconds_of_rows), min(cols, pitch))
+    return min(found, key=seconds_of_both)
 
 
 def _parts(size: int, most: int) -> list[int]:
     """Sizes of equal parts, at most `most` if that is a tile: the fewest, and more of them, which may be faster."""
     most = max(UNIT, most // UNIT * UNIT)
     least = -(-size // most)
-    return list(dict.fromkeys(_up(-(-size // num), UNIT) for num in range(least, least + least // 2 + 1)))
+    return list(dict.fromkeys(_up(-(-size // num), UNIT) for num in range(least, least + min(least // 2, 7) + 1)))

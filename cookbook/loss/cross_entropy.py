@@ -8,7 +8,8 @@ Shapes: logits x (..., V), V at most 2**20, bfloat16, float16 or float32; labels
 losses, are float32. Role and barrier tables: `kernel.py`.
 
 Bound by: memory (one read; forward and backward two reads and a write).
-Not supported: second derivatives. Rows that are not a multiple of 16 bytes are loaded in smaller words.
+Not supported: second derivatives. Rows of fewer than about 1000 columns that are not a multiple of 16 bytes are loaded
+in smaller words.
 """
 
 import functools
@@ -90,6 +91,8 @@ def cross_entropy(
     axis_name: _host.AxisName | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Cross-entropy of each row of logits and its label.
+
+    Rows that are not a multiple of 16 bytes: compiled for Hopper; not run on a GPU yet.
 
     Differentiable once in the logits. If the program needs these no more (they were computed in the same `jit`, or are
     donated to it), their gradient takes their place; not where `jax.shard_map` checks over which axes they vary

@@ -16,18 +16,20 @@ and the sum of the columns that it sees; the threads' are put together once, at 
 normalizer calculation for softmax", 2018).
 
 The last piece is shifted back to end with the row, so no length needs padding. The columns that it shares with the
-piece before are computed twice. The gradient is written over what the other computation reads, so the last piece is
-loaded before anything is stored, and stored after everything has been loaded. A warp may be pieces ahead of another:
+piece before are computed twice. Where rows are not a multiple of 16 bytes, each begins elsewhere within a vector. There
+the pieces begin with the row's first whole vector, and two loads of one value per thread take the row's ends, at most
+15 columns each: `plan.Ends`. The gradient is written over what the other computation reads, so the last piece is loaded
+before anything is stored, and stored after everything has been loaded. A warp may be pieces ahead of another:
 
     barrier   arrivals                                      who waits
     loaded    1. threads that have loaded the last piece    the warpgroup, before it stores the first piece
               2. threads that have loaded all others        the warpgroup, before it stores the last piece
+              3. threads that have stored the last piece    the warpgroup, before it stores a row's ends, if it has any
 
 Bound by: memory (one read; for the gradient one read, one write).
 Not supported: rows of fewer than 128 columns (pad them), second derivatives.
 """
 
-import dataclasses
 import functools
 import math
 
@@ -39,68 +41,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
 from .._device import WARPGROUP
+from .plan import Ends, Plan
 
-GROUP = 8  # Loads in flight per thread.
 IGNORED, ELSEWHERE = -2, -1  # Labels of rows that have no loss, and of rows whose label is another part's.
 LOWEST = float(jnp.finfo(jnp.float32).min)
 LOG2_E = math.log2(math.e)  # The GPU has an instruction for 2**x, none for e**x.
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Statics of a kernel over the rows of (rows, pitch) logits."""
-
-    rows: int
-    cols: int  # Columns that count: the vocabulary. More than `pitch` - 64.
-    pitch: int  # Columns of the array, at least 128.
-    itemsize: int
-    soft_cap: float | None
-
-    @property
-    def vec(self) -> int:
-        """Neighbouring columns that a thread loads at once: 16 bytes, if rows are multiples of these."""
-        return min(math.gcd(self.pitch, 16 // self.itemsize), 1 << (self.pitch // WARPGROUP).bit_length() - 1)
-
-    @property
-    def width(self) -> int:
-        """Columns of a piece."""
-        return WARPGROUP * self.vec
-
-    @property
-    def num_body(self) -> int:
-        """Pieces before the last one."""
-        return pl.cdiv(self.pitch, self.width) - 1
-
-    @property
-    def last(self) -> int:
-        """The column where the last piece begins."""
-        return self.pitch - self.width
-
-    @property
-    def shared(self) -> int:
-        """Columns of the last piece that the piece before has too."""
-        return self.num_body * self.width - self.last
-
-    @property
-    def layout(self):
-        return plgpu.Layout.WG_STRIDED((self.width,), self.vec)
-
-    def full(self, value: float):
-        return plgpu.layout_cast(jnp.full((self.width,), value, jnp.float32), self.layout)
-
-    def columns(self):
-        """The number of each value's column in a piece."""
-        return plgpu.broadcasted_iota(jnp.int32, (self.width,), 0, layout=self.layout)
-
-    def load(self, x_gmem, row, start):
-        return _device.load(x_gmem.at[row, pl.ds(start, self.width)], self.layout).astype(jnp.float32)
-
-    def for_each_group(self, body, carry):
-        """`body(starts, carry)` for the columns where the pieces of each group begin, but for the last piece."""
-        starts = lambda first, count: [(first + i) * self.width for i in range(count)]
-        carry = lax.fori_loop(0, self.num_body // GROUP, lambda i, carry: body(starts(i * GROUP, GROUP), carry), carry)
-        rest = self.num_body % GROUP
-        return body(starts(self.num_body - rest, rest), carry) if rest else carry
 
 
 def capped(x, soft_cap: float | None):
@@ -131,17 +76,24 @@ def _statistics(x_gmem, label_gmem, m_gmem, l_gmem, at_label_gmem, *sums_gmem, p
     @pl.when(label != IGNORED)
     def _():
         load = lambda start: capped(plan.load(x_gmem, row, start), plan.soft_cap)
+        ends = Ends(plan, row) if plan.has_ends else None
+        of_ends = [capped(x, plan.soft_cap) for x in ends.load(x_gmem)] if ends else []
         step = lambda starts, state: _add_pieces(state, [load(start) for start in starts], bool(sums_gmem))
         state = plan.for_each_group(step, (plan.full(LOWEST), plan.full(0.0), plan.full(0.0)))
         column, last = plan.columns(), load(plan.last)
-        is_new = (column >= plan.shared) & (column < plan.cols - plan.last)
+        is_new = (column >= plan.shared) & (column < min(plan.cols, plan.in_pieces) - plan.last)
         m_i, l_i, total = _add_pieces(state, [jnp.where(is_new, last, -jnp.inf)], False)
         top = jnp.max(m_i)
+        if ends:
+            first_end, last_end = ends.alone(of_ends, -jnp.inf)
+            top = jnp.maximum(top, jnp.max(jnp.maximum(first_end, last_end)))
         m_gmem[row] = top
-        l_gmem[row] = jnp.sum(l_i * exp(m_i - top))
+        total_l = jnp.sum(l_i * exp(m_i - top))
+        l_gmem[row] = total_l + jnp.sum(exp(first_end - top) + exp(last_end - top)) if ends else total_l
         for sum_gmem in sums_gmem:
-            sum_gmem[row] = jnp.sum(total + jnp.where(is_new, last, 0.0))
-        at_label = capped(x_gmem[row, jnp.maximum(label, 0)].astype(jnp.float32), plan.soft_cap)
+            total = jnp.sum(total + jnp.where(is_new, last, 0.0))
+            sum_gmem[row] = total + jnp.sum(sum(ends.alone(of_ends, 0.0))) if ends else total
+        at_label = capped(plan.value(x_gmem, row, jnp.maximum(label, 0)).astype(jnp.float32), plan.soft_cap)
         at_label_gmem[row] = jnp.where(label >= 0, at_label, 0.0)
 
 
@@ -149,7 +101,12 @@ def _gradient(label_gmem, lse_gmem, a_gmem, b_gmem, x_gmem, g_gmem=None, *, plan
     """`g_gmem`: where the gradient goes, if it does not take the place of x."""
     g_gmem, row = x_gmem if g_gmem is None else g_gmem, lax.axis_index("block")
     label = label_gmem[row]
-    store = lambda start, g: _device.store(g_gmem.at[row, pl.ds(start, plan.width)], g.astype(g_gmem.dtype))
+    ends = Ends(plan, row) if plan.has_ends else None
+    store = lambda start, g: _device.store(plan.piece(g_gmem, row, start), g.astype(g_gmem.dtype))
+
+    def store_ends(values):
+        for ref, g in zip(ends.refs(g_gmem), values, strict=True):
+            _device.store(ref, g.astype(g_gmem.dtype))
 
     @pl.when(label == IGNORED)
     def _():
@@ -160,12 +117,14 @@ def _gradient(label_gmem, lse_gmem, a_gmem, b_gmem, x_gmem, g_gmem=None, *, plan
 
         plan.for_each_group(zeros, 0)
         store(plan.last, plan.full(0.0))
+        if ends:
+            store_ends([plgpu.layout_cast(jnp.zeros(WARPGROUP, jnp.float32), ends.layout)] * 2)
 
     @pl.when(label != IGNORED)
     def _():
         lse, a, b, column = lse_gmem[row], a_gmem[row], b_gmem[row], plan.columns()
 
-        def gradient(start, x):
+        def gradient(x, column, start):
             z = capped(x, plan.soft_cap)
             g = a * exp(z - lse) - b * jnp.where(column == label - start, on + off, off)
             if plan.soft_cap is None:
@@ -174,22 +133,26 @@ def _gradient(label_gmem, lse_gmem, a_gmem, b_gmem, x_gmem, g_gmem=None, *, plan
             return g * (1.0 - ratio * ratio)
 
         last = plan.load(x_gmem, row, plan.last)
+        of_ends = ends.load(x_gmem) if ends else []
 
         def wait_for_all_threads():
-            if plan.shared:
+            if plan.shared or ends:
                 plgpu.barrier_arrive(loaded)
                 plgpu.barrier_wait(loaded)
 
         def step(starts, carry):
             for start, x in [(start, plan.load(x_gmem, row, start)) for start in starts]:
-                store(start, gradient(start, x))
+                store(start, gradient(x, column, plan.column(row, start)))
             return carry
 
-        wait_for_all_threads()  # They have loaded the last piece.
+        wait_for_all_threads()  # They have loaded the last piece, and the ends.
         plan.for_each_group(step, 0)
         wait_for_all_threads()  # They have loaded, and stored, all others.
-        last = gradient(plan.last, last)
-        store(plan.last, jnp.where(column < plan.cols - plan.last, last, 0.0))
+        last = gradient(last, column, plan.column(row, plan.last))
+        store(plan.last, jnp.where(column < min(plan.cols, plan.in_pieces) - plan.last, last, 0.0))
+        if ends:
+            wait_for_all_threads()  # They have stored the last piece. The ends take neighbours along, which are there.
+            store_ends([gradient(x, column, 0) for x, column in zip(of_ends, ends.columns(), strict=True)])
 
 
 def plan_of(logits, cols: int, soft_cap: float | None) -> Plan:
@@ -199,7 +162,7 @@ def plan_of(logits, cols: int, soft_cap: float | None) -> Plan:
 def _params(logits, soft_cap: float | None):
     # ex2.approx is good to 2**-22: far below the rounding of 16-bit logits. tanh.approx is not: it is good to 2**-11.
     approx_math = logits.dtype.itemsize == 2 and soft_cap is None
-    # JAX puts barriers around each store, for kernels that read what they have stored. These have their own.
+    # JAX puts a barrier before each store, in case another warp has yet to read what it overwrites. These have one.
     return _host.compiler_params(approx_math=approx_math, unsafe_no_auto_barriers=True)
 
 
@@ -214,7 +177,7 @@ def statistics(logits, label, cols: int, soft_cap: float | None, with_sum: bool)
         grid=(plan.rows,),
         grid_names=("block",),
         compiler_params=_params(logits, soft_cap),
-    )(logits, label)
+    )(plan.flat(logits), label)
     return (*results, None)[:4]
 
 
@@ -222,20 +185,20 @@ def statistics(logits, label, cols: int, soft_cap: float | None, with_sum: bool)
 def _launch_gradient(logits, label, lse, a, b, plan: Plan, on: float, off: float, in_place: bool):
     run = _host.kernel(
         functools.partial(_gradient, plan=plan, on=on, off=off),
-        out_type=() if in_place else [jax.ShapeDtypeStruct(logits.shape, logits.dtype)],
+        out_type=() if in_place else [jax.eval_shape(plan.flat, logits)],
         grid=(plan.rows,),
         grid_names=("block",),
         scratch_types=dict(loaded=_device.barriers(1)),
         compiler_params=_params(logits, plan.soft_cap),
     )
     if not in_place:
-        return run(label, lse, a, b, logits)[0]
+        return run(label, lse, a, b, plan.flat(logits))[0].reshape(logits.shape)
 
     @pl.run_state
     def write_over(ref):
         run(label, lse, a, b, ref)
 
-    return _host.apart(write_over(_host.apart(logits)))
+    return _host.apart(write_over(_host.apart(plan.flat(logits)))).reshape(logits.shape)
 
 
 def gradient(logits, label, lse, a, b, cols: int, soft_cap: float | None, label_smoothing: float, vocabulary: int):

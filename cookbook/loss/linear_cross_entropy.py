@@ -19,8 +19,18 @@ needs none of this: `kernel_forward.py` reduces the logits where they are comput
 
 The gradients are computed with the loss, when the logits are there, if they are known but for a factor: for a "mean"
 and a "sum", without `return_lse`. Otherwise the backward pass computes the logits again. The sums of d_weight over
-blocks of rows are float32, and the product adds to them where they lie. With memory="low", where no sum over blocks may
-stand beside the result, d_weight is computed by blocks of columns, whose logits are computed again (four products).
+blocks of rows are float32, and the product adds to them where they lie.
+
+With memory="low", or where such sums leave no room, logits are never stored, and computed twice: four products. Blocks
+are of rows and of columns:
+
+    per block of rows     statistics, losses (as the loss alone)       product 1
+    and of columns        g = gradient of hidden @ weight^T            product 2, `kernel_gradient.py`
+                          d_weight += g^T @ hidden                     product 3, where its rows lie in the result
+                          d_hidden += g @ weight                       product 4, float32 sums of the block's rows
+
+Each block of rows adds to d_weight in 16 bits. There are few of them, two to four in the benchmark's problems, and at
+most 16.
 
 A row that is ignored has no part in anything, even if it holds NaN: for the products it is a row of zeros.
 
@@ -79,9 +89,9 @@ def _padded(problem: Problem, x, more: int):
     return jnp.pad(x, ((0, more), (0, 0))[: x.ndim], constant_values=value) if more else x
 
 
-def _over_rows(problem: Problem, block, *arrays, adds_up: bool = False):
+def _over_rows(problem: Problem, block, *arrays):
     """`block(sums, *arrays)` for all blocks of the arrays' rows: (sums, results of all rows). `sums` are None in the
-    first block, and in all unless it `adds_up`."""
+    first block."""
     rows, size = len(arrays[0]), problem.blocks.rows
     num = problem.blocks.num(rows)
     arrays = [_padded(problem, x, num * size - rows) for x in arrays]
@@ -90,13 +100,9 @@ def _over_rows(problem: Problem, block, *arrays, adds_up: bool = False):
         return sums, [x[:rows] for x in results]
     split = lambda x: x.reshape(-1, size, *x.shape[1:])
     join = lambda x: x.reshape(-1, *x.shape[2:])
-    scan = lambda sums, arrays: lax.scan(lambda sums, arrays: block(sums, *arrays), sums, list(map(split, arrays)))
-    if not adds_up:
-        sums, results = scan(None, arrays)
-        return sums, [join(x)[:rows] for x in results]
     # The first block is a call of its own: its sums need no zeros to be added to.
     sums, first = block(None, *(x[:size] for x in arrays))
-    sums, others = scan(sums, [x[size:] for x in arrays])
+    sums, others = lax.scan(lambda sums, arrays: block(sums, *arrays), sums, [split(x[size:]) for x in arrays])
     return sums, [jnp.concatenate([x, join(more)])[:rows] for x, more in zip(first, others, strict=True)]
 
 
@@ -121,67 +127,99 @@ def _without_ignored(hidden, rows: Rows):
 
 def _forward(problem: Problem, hidden, weight, labels):
     """(losses, lse) of all rows."""
-    o, rows = problem.options, Rows.of_device(labels, problem.options, problem.vocabulary)
+    rows = Rows.of_device(labels, problem.options, problem.vocabulary)
+    return _loss_alone(problem, _without_ignored(hidden, rows), problem.padded(weight), rows)
+
+
+def _loss_alone(problem: Problem, hidden, weight, rows: Rows):
+    o = problem.options
     found = kernel_forward.statistics(
-        problem.target, _without_ignored(hidden, rows), problem.padded(weight), rows.columns, problem.vocabulary,
-        problem.pitch, problem.transposed, o.soft_cap, o.label_smoothing > 0,
+        problem.target, hidden, weight, rows.columns, problem.vocabulary, problem.pitch, problem.transposed, o.soft_cap,
+        o.label_smoothing > 0,
     )  # fmt: skip
     return rows.losses(*found)
 
 
 def _with_gradients(problem: Problem, hidden, weight, labels, d_loss, d_lse, scale):
     """(losses, lse, d_hidden, d_weight); the gradients are of `scale` times what the cotangents (N,) say."""
-    target, transposed, vocabulary = problem.target, problem.transposed, problem.vocabulary
-    weight = problem.padded(weight)
     scale = scale / F16_GAIN if hidden.dtype == jnp.float16 else scale
-    is_summed, several = problem.blocks.cols is None, problem.blocks.num(len(labels)) > 1
+    by_blocks = _by_rows if problem.blocks.cols is None else _by_rows_and_columns
+    (loss, lse, d_hidden), d_weight = by_blocks(problem, hidden, problem.padded(weight), labels, d_loss, d_lse, scale)
+    d_hidden, _ = _host.alike(d_hidden, hidden)
+    d_weight = d_weight[:, : problem.vocabulary] if problem.transposed else d_weight[: problem.vocabulary]
+    return loss, lse, d_hidden, _host.alike(d_weight.astype(d_hidden.dtype), d_hidden)[0]
+
+
+def _by_rows(problem: Problem, hidden, weight, labels, d_loss, d_lse, scale):
+    """((losses, lse, d_hidden), d_weight): three products."""
+    target, transposed, vocabulary = problem.target, problem.transposed, problem.vocabulary
+    several = problem.blocks.num(len(labels)) > 1
 
     def block(sums, hidden, labels, d_loss, d_lse):
         rows = Rows.of_device(labels, problem.options, vocabulary)
         hidden = _without_ignored(hidden, rows)
         logits, loss, lse = _logits(problem, hidden, weight, rows)
+        g = _gradient(problem, logits, rows.columns, lse, *rows.coefficients(lse, d_loss, d_lse), vocabulary)
+        if sums is None:
+            dtype = jnp.float32 if several else None
+            sums = products.d_weight(target, g, hidden, vocabulary, transposed, scale, dtype)
+        else:
+            sums = products.add_d_weight(target, sums, g, hidden, transposed, scale)
+        g, sums = _host.apart((g, sums))  # Then the hidden rows without those ignored can lie where d_hidden will.
+        return sums, (loss, lse, products.d_hidden(target, g, weight, transposed, scale))
+
+    d_weight, found = _over_rows(problem, block, hidden, labels, d_loss, d_lse)
+    return found, d_weight
+
+
+def _by_rows_and_columns(problem: Problem, hidden, weight, labels, d_loss, d_lse, scale):
+    """((losses, lse, d_hidden), d_weight): four products, of logits that are never stored."""
+    target, transposed, o = problem.target, problem.transposed, problem.options
+    cols, num, size = problem.blocks.cols, problem.blocks.num(len(labels)), problem.blocks.rows
+    vocabulary, axis, length = problem.vocabulary, int(transposed), max(len(labels), problem.blocks.rows)
+    gain = F16_GAIN if hidden.dtype == jnp.float16 else 1.0
+    how = dict(vocabulary=vocabulary, soft_cap=o.soft_cap, on=1 - o.label_smoothing,
+               off=o.label_smoothing / (vocabulary * o.num_parts))  # fmt: skip
+    arrays = [_padded(problem, x, length - len(labels)) for x in (hidden, labels, d_loss, d_lse)]
+
+    def block(hidden, labels, d_loss, d_lse, d_weight):
+        rows = Rows.of_device(labels, o, vocabulary)
+        hidden = _without_ignored(hidden, rows)
+        loss, lse = _loss_alone(problem, hidden, weight, rows)
         a, b = rows.coefficients(lse, d_loss, d_lse)
-        g = _gradient(problem, logits, rows.columns, lse, a, b, vocabulary)
-        if is_summed:
-            if sums is None:
-                sums = products.d_weight(target, g, hidden, transposed, scale, jnp.float32 if several else None)
-            else:
-                sums = products.add_d_weight(target, sums, g, hidden, transposed, scale)
-            g, sums = _host.apart((g, sums))  # Then the hidden rows without those ignored can lie where d_hidden will.
-        d_hidden = products.d_hidden(target, g, weight, transposed, scale)
-        return sums, (loss, lse, d_hidden, *([] if is_summed else (a, b)))
+        vectors = dict(label=rows.columns, lse=lse, a=gain * a, b=gain * b)
 
-    sums, (loss, lse, d_hidden, *rest) = _over_rows(problem, block, hidden, labels, d_loss, d_lse, adds_up=is_summed)
-    d_weight = sums if is_summed else _by_columns(problem, hidden, weight, labels, lse, *rest, scale)
-    d_weight = d_weight[:, :vocabulary] if transposed else d_weight[:vocabulary]
-    return loss, lse, d_hidden, _host.alike(d_weight.astype(d_hidden.dtype), d_hidden)[0]
+        def part(i, carry):
+            d_weight, sums = carry
+            first = i * cols
+            g = products.gradient_of_part(target, hidden, weight, first, cols, transposed, vectors, **how)
+            d_weight = products.add_d_weight_of_part(target, d_weight, g, hidden, first, transposed, scale, num > 1)
+            return d_weight, products.add_d_hidden_of_part(target, sums, g, weight, first, transposed, scale)
 
+        sums = jnp.zeros(hidden.shape, jnp.float32)
+        d_weight, sums = lax.fori_loop(0, -(-weight.shape[axis] // cols), part, (d_weight, sums))
+        return (loss, lse, sums.astype(hidden.dtype)), d_weight
 
-def _by_columns(problem: Problem, hidden, weight, labels, lse, a, b, scale):
-    """d_weight, by blocks of columns of all rows, whose logits are computed again."""
-    hidden, lse = _host.apart((hidden, lse))  # The copy of hidden below need not stand earlier.
-    axis, size = int(problem.transposed), len(labels)
-    hidden, labels, lse, a, b = (_padded(problem, x, -size % 8) for x in (hidden, labels, lse, a, b))
-    rows = Rows.of_device(labels, problem.options, problem.vocabulary)
-    hidden = _without_ignored(hidden, rows)
-    cols = min(problem.blocks.cols, weight.shape[axis])
-    last = weight.shape[axis] - cols
-    # A kernel reads a slice as it lies if it begins at a multiple of 256 bytes.
-    is_aligned = problem.transposed or last * weight.shape[1] * weight.dtype.itemsize % 256 == 0
+    if num == 1:
+        found, d_weight = block(*arrays, lax.empty(weight.shape, weight.dtype))
+        return [x[: len(labels)] for x in found], d_weight
 
-    def block(i, d_weight):
-        first = jnp.minimum(i * cols, last)
-        part = lax.dynamic_slice_in_dim(weight, first, cols, axis)
-        part = part if is_aligned else _host.apart(part)
-        pitch = products.pitch_of(cols, problem.transposed)
-        logits = products.logits(problem.target, hidden, part, pitch, problem.transposed)
-        g = _gradient(problem, logits, rows.within(rows.first + first, cols), lse, a, b, cols)
-        new = products.d_weight(problem.target, g, hidden, problem.transposed, scale)
-        new = new[:, :cols] if problem.transposed else new[:cols]
-        return lax.dynamic_update_slice_in_dim(d_weight, new, first, axis)
+    def step(carry, i):
+        # The last block ends with the rows. Those that it shares with the one before are ignored.
+        all_d_hidden, d_weight = carry
+        start = jnp.minimum(i * size, length - size)
+        hidden, labels, d_loss, d_lse = (lax.dynamic_slice_in_dim(x, start, size) for x in arrays)
+        is_new = start + jnp.arange(size) >= i * size
+        (*found, d_hidden), d_weight = block(hidden, jnp.where(is_new, labels, o.ignore_index), d_loss, d_lse, d_weight)
+        old = lax.dynamic_slice_in_dim(all_d_hidden, start, size)
+        d_hidden = jnp.where(is_new[:, None], d_hidden, old)
+        return (lax.dynamic_update_slice_in_dim(all_d_hidden, d_hidden, start, 0), d_weight), found
 
-    empty, _ = _host.alike(lax.empty(weight.shape, weight.dtype), hidden)
-    return lax.fori_loop(0, -(-weight.shape[axis] // cols), block, empty)
+    empty = lax.empty(hidden.shape, hidden.dtype), jnp.zeros(weight.shape, weight.dtype)
+    (d_hidden, d_weight), found = lax.scan(step, empty, jnp.arange(num))
+    last = length - (num - 1) * size
+    loss, lse = (jnp.concatenate([x[:-1].reshape(-1), x[-1, size - last :]]) for x in found)
+    return (loss, lse, d_hidden), d_weight
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -281,7 +319,8 @@ def linear_cross_entropy(
       logits_soft_cap: logits become `cap * tanh(logits / cap)`; None for no cap.
       return_lse: also return the logarithm of the sum of the exponentials of each row's logits; 0 if it is ignored.
       memory: None: logits take at most 2 GB, in most cases with three products forward and backward. "low": all that is
-        kept beside operands and results is about a twentieth of the logits in float32, with four products.
+        kept beside operands and results is about a twentieth of the logits in float32, with four products. The weight's
+        gradient is rounded a few times more then. Compiled for Hopper; not run on a GPU yet.
       axis_name: axis of a mesh of `jax.shard_map` over which the vocabulary is sharded, in order: V is then that of a
         device, labels are those of all, and each device has all rows, of which it gets the whole loss. Or several axes.
 

@@ -7,12 +7,16 @@
 
 The logits have `pitch` columns, at least V, so that TMA can read rows of any vocabulary; what is beyond V holds nothing
 that counts before the gradient writes zeros there. With `transposed` the weight, and its gradient, is (H, V).
+
+`gradient_of_part`, `add_d_weight_of_part` and `add_d_hidden_of_part` do the same for a part of the vocabulary's
+columns, and find it where it lies in the weight and in the weight's gradient. XLA would copy a slice.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -21,8 +25,10 @@ from ..gemm import cost
 from ..gemm.kernel import kernel, slot_of_piece, target_of_piece
 from ..gemm.launch import fused_product, launch
 from ..gemm.plan import Plan, identity, plan_of
+from .kernel_gradient import store_gradient
 
 PITCH_MIN = 128  # The kernels along rows have a column for each thread.
+COLUMNS = 128  # Parts of the vocabulary begin at multiples of this: TMA copies whole tiles of the swizzle.
 
 
 def pitch_of(vocabulary: int, transposed: bool) -> int:
@@ -40,10 +46,10 @@ def _config(problem: cost.Problem, whole_tiles: bool = False) -> cost.Config:
     return min(filter(fits, cost.candidates(problem)), key=lambda config: cost.predict(config, problem))
 
 
-def seconds(sizes: tuple[int, int, int], transposed: tuple[bool, bool], num_sms: int) -> float:
-    """The predicted time of a product of 16-bit operands, of sizes (M, N, K)."""
-    problem = cost.Problem(*sizes, transposed, (2, 2, 2), num_sms)
-    return cost.predict(_config(problem), problem) / 1e6
+def seconds(sizes: tuple[int, int, int], transposed: tuple[bool, bool], num_sms: int, out_bytes: int = 2) -> float:
+    """The predicted time of a product of 16-bit operands, of sizes (M, N, K), in whole tiles."""
+    problem = cost.Problem(*sizes, transposed, (2, 2, out_bytes), num_sms)
+    return cost.predict(_config(problem, whole_tiles=True), problem) / 1e6
 
 
 def plan(target: _host.Target, a, b, sizes, transposed, out_dtype, whole_tiles: bool = False) -> Plan:
@@ -72,25 +78,44 @@ def _add(plan: Plan, out, place, stored, values):
     for number, (i, j) in enumerate(plan.store_pieces):
         target = target_of_piece(plan, o_gmem, row + i, col + j)
         piece_smem, piece_tma = slot_of_piece(plan, o_smem, role, stored + number)
-        piece = values[i : i + height, j : j + width] * vectors["scale"][0]
+        piece = (values[i : i + height, j : j + width] * vectors["scale"][0]).astype(plan.out_dtype)
         piece_smem[...] = piece + _device.load(target, plgpu.Layout.WGMMA) if plan.interpreted else piece
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(piece_tma, target, reduction_op=None if plan.interpreted else "add")
 
 
-@functools.partial(jax.jit, static_argnames="plan")
-def _launch_sum(sums, a, b, scale, plan: Plan):
-    body = functools.partial(kernel, plan=plan, store_tile=_add)
+def _of_part(a_gmem, b_gmem, vectors, o_gmem, *, plan: Plan, part_of_b: int | None, part_of_o: int | None, size: int,
+             store_tile=None, **scratch):  # fmt: skip
+    """The kernel of gemm with `size` rows or columns of b and of o, from "first" on. Which axis, if any: `part_of_...`.
+
+    A part may end beyond its array: TMA reads zeros there, and writes nothing.
+    """
+
+    def part(ref, axis):
+        if axis is None:
+            return ref
+        columns = pl.ds(pl.multiple_of(vectors["first"][0], COLUMNS), size)
+        return ref.at[:, columns] if axis else ref.at[columns]
+
+    fused = {name: vector for name, vector in vectors.items() if name != "first"} if store_tile is None else vectors
+    kernel(a_gmem, part(b_gmem, part_of_b), fused, part(o_gmem, part_of_o), plan=plan, store_tile=store_tile, **scratch)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "part_of_b", "part_of_o", "size", "adds"))
+def _launch_into(o, a, b, vectors, plan: Plan, part_of_b=None, part_of_o=None, size: int = 0, adds: bool = True):
+    """Array `o`, in its place, with a product of (a part of) `b` added to (a part of) it, or stored there."""
+    how = dict(part_of_b=part_of_b, part_of_o=part_of_o, size=size, store_tile=_add if adds else None)
+    body = functools.partial(_of_part, plan=plan, **how)
     run = launch(body, plan, (), dict(cluster=plan.tiles.clusters), plan.scratch, params(), varies=False)
-    shape = sums.shape
+    shape = o.shape
     if plan.interpreted:  # It reads whole tiles.
-        sums = _host.pad_to_tiles(sums, plan.tiles.cluster_tile)
+        o = _host.pad_to_tiles(jnp.pad(o, [(0, size * (part_of_o == dim)) for dim in (0, 1)]), plan.tiles.cluster_tile)
 
     @pl.run_state
-    def add_to(ref):
-        run(plan.a.pad(a), plan.b.pad(b), dict(scale=scale.reshape(1)), ref)
+    def change(ref):
+        run(plan.a.pad(a), plan.b.pad(b), vectors, ref)
 
-    return _host.apart(add_to(_host.apart(sums)))[: shape[0], : shape[1]]
+    return _host.apart(change(_host.apart(o)))[: shape[0], : shape[1]]
 
 
 def logits(target: _host.Target, hidden, weight, pitch: int, transposed: bool):
@@ -106,11 +131,15 @@ def d_hidden(target: _host.Target, g, weight, transposed: bool, scale):
     return _product(target, g, weight, (g.shape[0], h, v), (False, not transposed), g.dtype, scale)
 
 
-def d_weight(target: _host.Target, g, hidden, transposed: bool, scale, out_dtype=None):
-    """(pitch, H), or `transposed` (H, pitch), times `scale`. float32 sums, which `add_d_weight` goes on with, never
-    vary over an axis of a mesh to JAX, which takes no Ref that does."""
+def d_weight(target: _host.Target, g, hidden, vocabulary: int, transposed: bool, scale, out_dtype=None):
+    """(V, H), or (pitch, H) in float32, or `transposed` (H, pitch), times `scale`. float32 sums, which `add_d_weight`
+    goes on with, never vary over an axis of a mesh to JAX, which takes no Ref that does."""
     out_dtype = jnp.dtype(out_dtype or g.dtype)
     a, b, sizes = _of_d_weight(g, hidden, transposed)
+    if out_dtype == g.dtype and vocabulary < g.shape[1] and not transposed:  # XLA would copy the rows that count.
+        empty = lax.empty((vocabulary, hidden.shape[1]), out_dtype)
+        of_rows = plan(target, a, b, sizes, (True, True), out_dtype, whole_tiles=True)
+        return _launch_into(empty, a, b, dict(scale=scale.reshape(1)), of_rows, adds=False)
     return _product(target, a, b, sizes, (True, True), out_dtype, scale, varies=out_dtype == g.dtype)
 
 
@@ -118,9 +147,61 @@ def add_d_weight(target: _host.Target, sums, g, hidden, transposed: bool, scale)
     """float32 `sums` of `d_weight`, in their place, with those of other rows."""
     a, b, sizes = _of_d_weight(g, hidden, transposed)
     of_sum = plan(target, a, b, sizes, (True, True), jnp.dtype(jnp.float32), whole_tiles=True)
-    return _launch_sum(sums, a, b, scale, of_sum)
+    return _launch_into(sums, a, b, dict(scale=scale.reshape(1)), of_sum)
 
 
 def _of_d_weight(g, hidden, transposed: bool):
     a, b = (hidden, g) if transposed else (g, hidden)
     return a, b, (a.shape[1], b.shape[1], len(a))
+
+
+def _part_of(first, **vectors):
+    return dict(first=jnp.reshape(first, 1), **vectors)
+
+
+def _nominal(size: int, of: int, unit: int) -> int:
+    """A number of columns that takes as many tiles as `size`, and is a multiple of `unit` only if `of` is. The array
+    has `of` columns, and a plan tells by this number whether TMA has to cut tiles at its edge."""
+    return size - unit + of % unit if of % unit else size
+
+
+def gradient_of_part(target: _host.Target, hidden, weight, first, cols: int, transposed: bool, vectors: dict, **how):
+    """The gradient of the logits of `cols` columns of the vocabulary from `first` on, (rows, cols). `vectors` and `how`
+    are what `kernel_gradient.store_gradient` takes."""
+    n = _nominal(cols, weight.shape[1], 64) if transposed else cols
+    sizes = len(hidden), n, hidden.shape[1]
+    of_part = plan(target, hidden, weight, sizes, (False, transposed), hidden.dtype, whole_tiles=True)
+    return _launch_gradient(
+        hidden, weight, _part_of(first, **vectors), of_part, int(transposed), cols, tuple(sorted(how.items()))
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "part_of_b", "cols", "how"))
+def _launch_gradient(hidden, weight, vectors, plan: Plan, part_of_b: int, cols: int, how):
+    store_tile = functools.partial(store_gradient, **dict(how))
+    body = functools.partial(_of_part, plan=plan, part_of_b=part_of_b, part_of_o=None, size=cols, store_tile=store_tile)
+    g = jax.ShapeDtypeStruct((len(hidden), cols), plan.out_dtype)
+    # The same tanh.approx as in the loss alone, whose lse belongs to these logits.
+    run = launch(body, plan, [g], dict(cluster=plan.tiles.clusters), plan.scratch, params())
+    vectors = {
+        name: x if name == "first" else _host.pad_to_tiles(x, plan.tiles.cluster_tile[:1])
+        for name, x in vectors.items()
+    }
+    return run(plan.a.pad(hidden), plan.b.pad(weight), vectors)[0]
+
+
+def add_d_weight_of_part(target: _host.Target, d_weight, g, hidden, first, transposed: bool, scale, adds: bool):
+    """`d_weight`, in its place, with the products of `g` stored from `first` on; or added, each sum being rounded."""
+    a, b, sizes = _of_d_weight(g, hidden, transposed)
+    of_part = plan(target, a, b, sizes, (True, True), d_weight.dtype, whole_tiles=True)
+    vectors = _part_of(first, scale=scale.reshape(1))
+    return _launch_into(d_weight, a, b, vectors, of_part, part_of_o=int(transposed), size=g.shape[1], adds=adds)
+
+
+def add_d_hidden_of_part(target: _host.Target, sums, g, weight, first, transposed: bool, scale):
+    """float32 `sums` of `d_hidden`, in their place, with those of these columns of the vocabulary."""
+    k = g.shape[1] if transposed else _nominal(g.shape[1], len(weight), 8)
+    sizes, float32 = (*sums.shape, k), jnp.dtype(jnp.float32)
+    of_part = plan(target, g, weight, sizes, (False, not transposed), float32, whole_tiles=True)
+    vectors = _part_of(first, scale=scale.reshape(1))
+    return _launch_into(sums, g, weight, vectors, of_part, part_of_b=int(transposed), size=g.shape[1])

@@ -12,8 +12,10 @@ import cookbook
 from cookbook.gemm import cost
 from cookbook.gemm.cost import Problem
 from cookbook.gemm.dense import cost_int8_weights
+from cookbook.gemm.dense.four_bits import E2M1
+from cookbook.gemm.dense.kernel_int8_weights import plan_of as plan_of_narrow
 from cookbook.gemm.dense.matmul import default_config
-from cookbook.gemm.plan import Config, Operand, Plan, Tiles, identity, plan_of
+from cookbook.gemm.plan import Config, Tiles, identity, plan_of
 
 matmul_fp8 = inspect.getmodule(cookbook.matmul_fp8)
 BF16, F32, FP8 = (jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn))
@@ -113,15 +115,17 @@ def test_fp8_chooses_for_every_problem():
         require_fit(plan(Problem(m, n, k, (False, False), (1, 1, 2)), config))
 
 
-def test_int8_weights_choose_for_every_problem():
+@pytest.mark.parametrize("bits", [8, 4])
+def test_narrow_weights_choose_for_every_problem(bits):
     rng = random.Random(2)
     op = cost_int8_weights
-    sizes = [(random_size(rng), random_size(rng, 16), random_size(rng, 16)) for _ in range(200)]
+    sizes = [(random_size(rng), random_size(rng, 16), random_size(rng, 16)) for _ in range(100)]
     rows = [(m, 16 * m, 64 * m) for m in range(1, 40)]
+    four_bits = E2M1(BF16) if bits == 4 else None
     for m, n, k in [(1, 16, 16), *rows, *sizes]:
-        config = op.default_config(m, n, k)
+        config = op.default_config(m, n, k, bits=bits)
         op.default_config.cache_clear()
-        assert config == op.default_config(m, n, k) == op.ranked(m, n, k, 5)[0]
+        assert config == op.default_config(m, n, k, bits=bits) == op.ranked(m, n, k, 5, bits=bits)[0]
         tiles = Tiles(n, m, k, config.tile_k, config, 132)
-        weights = Operand(jnp.dtype(jnp.int8), config.tile_m, config.tile_k, False)
-        require_fit(Plan(tiles, weights, Operand(BF16, config.tile_n, config.tile_k, False), identity, F32, False))
+        weights, x = (jnp.zeros((), dtype) for dtype in (jnp.uint32 if bits == 4 else jnp.int8, BF16))
+        require_fit(plan_of_narrow(tiles, weights, x, F32, False, four_bits=four_bits))

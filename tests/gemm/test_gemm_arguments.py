@@ -29,17 +29,27 @@ CALLS = {
     "matmul_wgmma": dict(a=ones(8, 16), b=ones(16, 16)),
     "matmul_pipelined": dict(a=ones(8, 16), b=ones(16, 16)),
     "matmul_fp8": dict(a=ones(8, 16, dtype=FP8), b=ones(16, 16, dtype=FP8), scale_a=ones(8, dtype=F32)),
+    "matmul_int4_weights": dict(x=ones(8, 64), w=ones(16, 8, dtype=jnp.uint32), scales=ones(1, 16)),
+    "matmul_mxfp4_weights": dict(x=ones(8, 64), w=ones(16, 8, dtype=jnp.uint32), scales=ones(1, 16, dtype=jnp.uint16)),
     "matmul_int8_weights": dict(a=ones(8, 16), w_q=ones(16, 16, dtype=jnp.int8), scales=ones(16, dtype=F32)),
     "ragged_dot": dict(lhs=ones(8, 16), rhs=ones(2, 16, 16), group_sizes=SIZES),
     "ragged_dot_transposed": dict(lhs=ones(8, 16), rhs=ones(8, 16), group_sizes=SIZES),
     "ragged_dot_fp8": dict(lhs=ones(8, 16, dtype=FP8), rhs=ones(2, 16, 16, dtype=FP8), scale_lhs=ones(8, dtype=F32),
                            scale_rhs=ones(2, 16, dtype=F32), group_sizes=SIZES),
+    "ragged_dot_int4_weights": dict(lhs=ones(8, 64), w=ones(2, 16, 8, dtype=jnp.uint32), scales=ones(2, 1, 16),
+                                    group_sizes=SIZES),
+    "ragged_dot_mxfp4_weights": dict(lhs=ones(8, 64), w=ones(2, 16, 8, dtype=jnp.uint32),
+                                     scales=ones(2, 1, 16, dtype=jnp.uint16), group_sizes=SIZES),
     "ragged_dot_int8_weights": dict(lhs=ones(8, 16), rhs=ones(2, 16, 16, dtype=jnp.int8), scales=ones(2, 16, dtype=F32),
                                     group_sizes=SIZES),
     "blackwell.matmul": dict(a=ones(8, 16), b=ones(16, 16)),
     "blackwell.ragged_dot": dict(lhs=ones(8, 16), rhs=ones(2, 16, 16), group_sizes=SIZES),
     "blackwell.matmul_mxfp8": dict(a=ones(8, 32, dtype=FP8), a_scales=ones(8, 1, dtype=jnp.float8_e8m0fnu),
                                    b=ones(16, 32, dtype=FP8), b_scales=ones(16, 1, dtype=jnp.float8_e8m0fnu)),
+    "moe_mxfp4_weights": dict(
+        x=ones(4, 16), router_logits=ones(4, 2, dtype=F32), w_gate_up=ones(2, 16, 8, dtype=jnp.uint32),
+        gate_up_scales=ones(2, 1, 16, dtype=jnp.uint16), w_down=ones(2, 16, 8, dtype=jnp.uint32),
+        down_scales=ones(2, 1, 16, dtype=jnp.uint16), top_k=1, b_gate_up=ones(2, 16), b_down=ones(2, 16)),
     "moe": dict(x=ones(4, 16), router_logits=ones(4, 2, dtype=F32), w_gate_up=ones(2, 16, 16), w_down=ones(2, 8, 16),
                 top_k=1),
 }  # fmt: skip
@@ -50,7 +60,7 @@ def op_of(name):
     return functools.reduce(getattr, name.split("."), cookbook)
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "moe"])
+@pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith("moe")])
 @pytest.mark.parametrize("config", [4, dict(tile_m=64), _host])
 def test_a_config_of_another_kind_is_refused(name, config):
     with pytest.raises(ValueError, match=rf"cookbook.{name}: config=.*must be a cookbook.{name}.Config: pass"):
@@ -62,7 +72,7 @@ def test_a_config_of_another_kind_is_refused(name, config):
 )
 def test_first_derivatives_that_are_not_there_are_refused_by_name(name):
     """In each operand of floats, scales too."""
-    operands = {key: x for key, x in CALLS[name].items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    operands = {key: x for key, x in CALLS[name].items() if jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)}
     fixed = {key: x for key, x in CALLS[name].items() if key not in operands}
     for key, x in operands.items():
         fn = lambda x, key=key: op_of(name)(**(operands | {key: x} | fixed)).astype(F32).sum()
@@ -160,6 +170,7 @@ BEYOND = {
     "matmul_pipelined": (shaped(8, 8), shaped(8, LARGE)),
     "matmul_blocked": (shaped(LARGE, 8), shaped(8, 8)),
     "matmul_fp8": (shaped(LARGE, 16, dtype=FP8), shaped(16, 16, dtype=FP8)),
+    "matmul_int4_weights": (shaped(8, 64), shaped(LARGE, 8, dtype=jnp.uint32), shaped(1, LARGE)),
     "matmul_int8_weights": (shaped(8, 16), shaped(16, LARGE, dtype=jnp.int8), shaped(LARGE, dtype=F32)),
     "ragged_dot": (shaped(8, 8), shaped(2, 8, LARGE), shaped(2, dtype=jnp.int32)),
     "ragged_dot_transposed": (shaped(8, 8), shaped(8, LARGE), shaped(2, dtype=jnp.int32)),

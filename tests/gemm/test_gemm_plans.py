@@ -95,6 +95,21 @@ def int8_weights(draw: Draw):
     return functools.partial(cookbook.matmul_int8_weights, **how), avals
 
 
+def int4_weights(draw: Draw):
+    m, n, k, size, dtype = draw.size(), draw.size(), draw.size(8), draw.choice([32, 64, 128]), draw.choice(HALVES)
+    numbers = [aval(draw.choice(FLOATS), -(-k // size), n), aval(draw.choice(["uint8", dtype]), -(-k // size), n)]
+    how = dict(group_size=size, out_dtype=draw.choice(FLOATS))
+    fn = lambda x, w, scales, zeros=None: cookbook.matmul_int4_weights(x, w, scales, zeros=zeros, **how)
+    return fn, [aval(dtype, m, k), aval("uint32", n, -(-k // 64) * 8), *numbers[: draw.choice([1, 2])]]
+
+
+def mxfp4_weights(draw: Draw):
+    m, n, k = draw.size(), draw.size(), draw.size(8)
+    units, how = -(-k // 64), dict(out_dtype=draw.choice(FLOATS))
+    avals = [aval("bfloat16", m, k), aval("uint32", n, 8 * units), aval("uint16", units, n)]
+    return functools.partial(cookbook.matmul_mxfp4_weights, **how), avals
+
+
 def ragged(draw: Draw, op=cookbook.ragged_dot):
     m, k, groups, flipped = draw.size(), draw.size(8, 8192), draw.groups(), draw.flag()
     n, activation = draw.size(1 if flipped else 8, 8192), draw.choice([None, "swiglu", "silu"])
@@ -130,6 +145,13 @@ def ragged_int8(draw: Draw):
     return fn, [aval(draw.choice(HALVES), m, k), rhs, aval("float32", groups, n), aval("int32", groups)]
 
 
+def ragged_four_bits(draw: Draw, op, size: int):
+    m, n, k, groups = draw.size(), draw.size(1, 8192), draw.size(8, 8192), draw.groups()
+    of_groups = aval("bfloat16" if size == 128 else "uint16", groups, -(-k // size), n)
+    avals = [aval("bfloat16", m, k), aval("uint32", groups, n, -(-k // 64) * 8), of_groups, aval("int32", groups)]
+    return functools.partial(op, out_dtype=draw.choice(HALVES)), avals
+
+
 def moe(draw: Draw):
     tokens, hidden, inner, experts = draw.size(1, 4096), draw.size(8, 4096), draw.size(8, 2048), draw.groups()
     fn = functools.partial(cookbook.moe, top_k=draw.randrange(1, min(experts, 8) + 1))
@@ -146,8 +168,13 @@ def mxfp8(draw: Draw):
 # The problems, and how many are drawn: some hundreds of each were, all of them lowered, when this was written.
 OPS = {
     "matmul": (matmul, 16), "glu": (glu, 12), "ragged_dot": (ragged, 7), "ragged_dot_transposed": (transposed, 10),
-    "matmul_fp8": (fp8, 8), "matmul_int8_weights": (int8_weights, 7), "ragged_dot_fp8": (ragged_fp8, 8),
-    "ragged_dot_int8_weights": (ragged_int8, 4), "moe": (moe, 2), "matmul_wgmma": (rung(cookbook.matmul_wgmma), 12),
+    "matmul_fp8": (fp8, 8), "matmul_int8_weights": (int8_weights, 7),
+    "matmul_int4_weights": (int4_weights, 3), "matmul_mxfp4_weights": (mxfp4_weights, 2),
+    "ragged_dot_fp8": (ragged_fp8, 8),
+    "ragged_dot_int8_weights": (ragged_int8, 4),
+    "ragged_dot_int4_weights": (functools.partial(ragged_four_bits, op=cookbook.ragged_dot_int4_weights, size=128), 1),
+    "ragged_dot_mxfp4_weights": (functools.partial(ragged_four_bits, op=cookbook.ragged_dot_mxfp4_weights, size=64), 2),
+     "moe": (moe, 2), "matmul_wgmma": (rung(cookbook.matmul_wgmma), 12),
     "matmul_pipelined": (rung(cookbook.matmul_pipelined, activation="relu"), 12), "matmul_blocked": (blocked, 4),
     "blackwell.matmul": (functools.partial(matmul, op=blackwell.matmul), 10), "blackwell.matmul_mxfp8": (mxfp8, 8),
     "blackwell.ragged_dot": (functools.partial(ragged, op=blackwell.ragged_dot), 7),

@@ -79,6 +79,11 @@ def int8(**how):
     return functools.partial(cookbook.matmul_int8_weights, transpose_w=True, config=config), operands
 
 
+def four_bits(op, dtype, groups, **how):
+    operands = aval("bfloat16", 136, 656), aval("uint32", 272, 88), aval(dtype, groups, 272)
+    return functools.partial(op, config=op.Config(tile_n=64, num_stages=2, **how)), operands
+
+
 def ragged(config=Config(128, 64, num_stages=2), **how):  # noqa: B008
     operands = aval("bfloat16", 300, 264), aval("bfloat16", 4, 264, 256), SIZES
     return functools.partial(cookbook.ragged_dot, config=config, **how), operands
@@ -114,6 +119,14 @@ KERNELS = {
     "matmul_pipelined": (functools.partial(rung, cookbook.matmul_pipelined), "rungs.matmul_pipelined"),
     "matmul_int8_weights": (int8, "dense.kernel_int8_weights"),
     "overlapped int8 weights": (functools.partial(int8, overlap=True), "dense.kernel_int8_weights"),
+    "matmul_int4_weights": (
+        functools.partial(four_bits, cookbook.matmul_int4_weights, "bfloat16", 6),
+        "dense.kernel_int8_weights",
+    ),
+    "overlapped MXFP4 weights": (
+        functools.partial(four_bits, cookbook.matmul_mxfp4_weights, "uint16", 11, overlap=True),
+        "dense.kernel_int8_weights",
+    ),
     "ragged_dot": (ragged, "kernel"),
     "glu": (glu, "gated.kernel"),
     "swiglu": (functools.partial(ragged, activation="swiglu"), "gated.kernel"),

@@ -159,6 +159,31 @@ def test_arrivals_that_do_not_wait_for_loads_are_found():
     assert dataclasses.replace(found[True], kernels=tuple(found.values())).early_arrivals == [arrival]
 
 
+# From a kernel in which ptxas 13.0 wrote a constant of the second product while the first one read its register.
+OVERWRITTEN = """
+HGMMA.64x64x16.F32 R24, R56, gdesc[UR20].tnspB, RZ, !UPT
+HGMMA.64x64x16.F32 R24, R60, gdesc[UR4].tnspB, R24, gsb0
+IMAD.MOV.U32 R57, RZ, RZ, 0x3c003c00
+HGMMA.64x64x16.F32 R24, R56, gdesc[UR52].tnspB, R24, gsb0
+WARPGROUP.DEPBAR.LE gsb0, 0x1
+@P0 LDS.128 R60, [R57]
+ISETP.NE.AND P1, PT, R58, RZ, PT
+LDSM.16.M88.4 R56, [R2]
+WARPGROUP.DEPBAR.LE gsb0, 0x0
+SHFL.IDX PT, R56, R57, RZ, 0x1f
+"""
+
+
+def test_writes_to_registers_that_a_wgmma_reads_are_found():
+    """Not once its group has been waited for, and not where a register is read."""
+    record = dict.fromkeys(field.name for field in dataclasses.fields(lab.compiling.Compiled)) | dict(kernels=())
+    compiled = lab.compiling.Compiled(**record)
+    vars(compiled)["sass"] = "".join(f"/*0000*/ {line} ;\n" for line in OVERWRITTEN.split("\n") if line)
+    early, late = compiled.overwritten_operands
+    assert early.startswith("IMAD.MOV.U32 R57, RZ, RZ, 0x3c003c00, after HGMMA.64x64x16.F32 R24, R56, gdesc[UR20]")
+    assert late.startswith("LDSM.16.M88.4 R56, [R2], after HGMMA.64x64x16.F32 R24, R56, gdesc[UR52]")
+
+
 def test_instructions_and_blocks_that_fit():
     compiled = lab.compile_for("h200", add_one, X)
     assert compiled.threads == 128 and compiled.opcodes["EXIT"] >= 1

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import lab
 from cookbook import cross_entropy
@@ -55,6 +56,9 @@ def check(logits, labels, **options):
         (3, 63, F32, dict(reduction="sum", **ALL)),
         (5, 257, F16, {}),
         (1, 128257, BF16, {}),
+        (9, 1043, BF16, ALL),  # Rows that begin at every place within 16 bytes; not one whole piece before the last.
+        (5, 1031, F32, dict(reduction="none", return_lse=True, **ALL)),
+        slow(9, 9 * 1024 + 73, F16, ALL),
         slow(5, 2048, F32, dict(return_lse=True)),
         slow(3, 32000, BF16, ALL),
     ],
@@ -103,18 +107,25 @@ def test_vmap_scan_remat_and_donation():
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, dict(shared=0), dict(num_body=0), dict(last=property(lambda plan: plan.num_body * plan.width))],
-    ids=lambda changes: next(iter(changes), "none"),
+    "cols, changes",
+    [
+        (300, {}),
+        (300, dict(shared=0)),
+        (300, dict(num_body=0)),
+        (300, dict(last=property(lambda plan: plan.num_body * plan.width))),
+        (1043, dict(alone=lambda ends, values, other: values)),
+        (1043, dict(load=lambda ends, *_: [plgpu.layout_cast(jnp.zeros(128), ends.layout)] * 2)),
+    ],
+    ids=lambda x: next(iter(x), "none") if isinstance(x, dict) else "",
 )
-def test_a_mutant_is_caught(changes, run_only, monkeypatch):
-    """Columns counted twice; pieces left out; a last piece beyond the row."""
+def test_a_mutant_is_caught(cols, changes, run_only, monkeypatch):
+    """Columns counted twice; pieces left out; a last piece beyond the row; ends counted twice, or left out."""
     jax.clear_caches()
     for name, value in changes.items():
-        monkeypatch.setattr(kernel.Plan, name, value)
+        monkeypatch.setattr(kernel.Plan if cols == 300 else kernel.Ends, name, value)
     if not changes:
-        check(*problem(3, 300))
+        check(*problem(3, cols))
     else:
         with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError)):
-            check(*problem(3, 300))
+            check(*problem(3, cols))
     jax.clear_caches()

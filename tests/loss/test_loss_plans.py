@@ -10,7 +10,9 @@ import pytest
 
 import lab
 from cookbook import _host, cross_entropy, linear_cross_entropy
+from cookbook._device import WARPGROUP
 from cookbook.loss import blocks, kernel, products
+from cookbook.loss.plan import GROUP
 from lab.toolchain import claim_architecture, device, gpu_facts
 from tests.lowering import H200, lowered
 
@@ -43,8 +45,8 @@ def test_rows_of_every_length(dtype, options):
     seen, rng = set(), np.random.default_rng(0)
     for cols in [*range(1, 600), *map(int, rng.integers(600, 2**20, 300)), 2**20]:
         plan = kernel.Plan(3, cols, max(cols, 128), jnp.dtype(dtype).itemsize, None)
-        groups, rest = divmod(plan.num_body, kernel.GROUP)
-        traits = plan.vec, groups > 0, rest > 0, plan.shared > 0
+        groups, rest = divmod(plan.num_body, GROUP)
+        traits = plan.vec, groups > 0, rest > 0, plan.shared > 0, plan.has_ends
         if traits not in seen:
             seen.add(traits)
             lowered(of_logits(**options), aval(dtype, 3, cols), aval(jnp.int32, 3))
@@ -55,8 +57,12 @@ def test_every_column_is_in_one_piece():
     for pitch in [*range(128, 3000), 32000, 128256, 128320, 2**20]:
         for itemsize in (2, 4):
             plan = kernel.Plan(1, pitch, pitch, itemsize, None)
-            assert plan.pitch % plan.vec == plan.last % plan.vec == 0
+            assert plan.in_pieces % plan.vec == plan.last % plan.vec == 0
             assert 0 <= plan.shared < plan.width and plan.num_body * plan.width - plan.shared == plan.last
+            if plan.has_ends:
+                for row in range(plan.aligned):
+                    begin = -row * pitch % plan.aligned
+                    assert begin < WARPGROUP and 0 <= pitch - begin - plan.covered < WARPGROUP
     for vocabulary in range(1, 3000):  # All columns that do not count are in the last piece.
         for transposed in (False, True):
             plan = kernel.Plan(1, vocabulary, products.pitch_of(vocabulary, transposed), 2, None)
@@ -91,8 +97,11 @@ def compiled_whole(fn, *avals, donate_argnums=()):
     [
         ((8192, 2048, 32000), None),
         ((8192, 2048, 32000), "low"),
+        slow((3656, 4800, 225384), None),  # Not a multiple of 64: no rows of the weight's gradient are cut off.
         slow((8192, 2048, 131072), None),
         slow((16384, 2048, 151936), None),
+        slow((16384, 2048, 151936), "low"),
+        slow((4096, 4096, 128256), "low"),
     ],
 )
 def test_memory(size, memory):
@@ -125,35 +134,52 @@ def test_the_epilogue_of_the_loss_alone_spills_no_registers(size, options):
     assert len(compiled.kernels) == 1 and compiled.spill_bytes == 0
 
 
+@pytest.mark.parametrize("size, options", [((8192, 2048, 32000), ALL), slow((16384, 2048, 151936), {})])
+def test_low_memory_spills_no_registers_and_copies_no_part(size, options):
+    """The kernels find a block's columns where they lie, in the weight and in its gradient."""
+    fn = of_products(memory="low", **options)
+    compiled = lab.compile_for("h200", fn, *operands(*size))
+    assert len(compiled.kernels) == 4 and compiled.spill_bytes == 0
+
+
 def test_sums_of_the_weights_gradient_spill_no_registers():
     compiled = lab.compile_for("h200", of_products(), *operands(16384, 2048, 151936))
     assert len(compiled.kernels) == 6 and compiled.spill_bytes == 0  # Two per row, and of products one that adds.
 
 
-def test_all_threads_have_loaded_a_row_before_its_last_piece_is_stored():
-    """The interpreter has one thread per warpgroup, and so no warp that is ahead of another: read off the PTX."""
-    compiled = lab.compile_for("h200", of_logits(), aval(BF16, 8, 32064), aval(jnp.int32, 8))
+@pytest.mark.parametrize("cols, end", [(32064, []), (32065, ["mb"])])
+def test_all_threads_have_loaded_a_row_before_its_last_piece_is_stored(cols, end):
+    """The interpreter has one thread per warpgroup, and so no warp that is ahead of another: read off the PTX. After
+    one more barrier come the ends of a row, one value per thread."""
+    compiled = lab.compile_for("h200", of_logits(), aval(BF16, 8, cols), aval(jnp.int32, 8))
+    assert compiled.spill_bytes == 0
     kernel_ptx = compiled.ptx[compiled.ptx.index(".entry loss_gradient") :]
     steps = re.findall(r"ld\.global\.v4|st\.global\.v4\.b32 \t?\[%rd\d+[+\d-]*\], \{%r|mbarrier\.try_wait", kernel_ptx)
     order = [kind for kind, _ in itertools.groupby(step[:2] for step in steps)]
-    assert order[:3] == ["ld", "mb", "ld"] and order[-3:] == ["st", "mb", "st"]
+    assert order[:3] == ["ld", "mb", "ld"] and order[-3 - len(end) :] == ["st", "mb", "st", *end]
 
 
-def test_offsets_beyond_32_bits():
-    """No sum or product of 32 bits becomes an address, in 20,000 rows of 151,936 logits."""
-    shape = 20_000, 151_936
+@pytest.mark.parametrize("cols", [151_936, 151_937])
+def test_offsets_beyond_32_bits(cols):
+    """No sum or product of 32 bits becomes an address, in 20,000 rows of so many logits."""
+    shape = 20_000, cols
     compiled = lab.compile_for("h200", of_logits(), aval(BF16, *shape), aval(jnp.int32, shape[0]))
     assert np.prod(shape) > 2**31 and "mul.wide.s32" not in compiled.ptx
 
 
 def test_blocks_keep_to_their_bytes():
     rng = np.random.default_rng(0)
-    for _ in range(300):
+    for _ in range(50):
         rows, hidden, vocabulary = (int(np.exp(rng.uniform(*map(np.log, ends)))) for ends in
                                     ((1, 200_000), (8, 16384), (1, 300_000)))  # fmt: skip
         pitch = products.pitch_of(vocabulary, False)
         for memory in (None, "low"):
             found = blocks.blocks_of(rows, hidden, vocabulary, pitch, memory, 132)
             assert found.rows % 8 == 0 and 0 < found.rows < rows + blocks.UNIT
-            if memory is None:
+            if found.cols is not None:
+                assert found.cols % products.COLUMNS == 0 and found.num(rows) <= blocks.ROUNDED_MAX
+                allowed = rows * vocabulary / 5 if memory else blocks.BYTES_MAX
+                nbytes = found.rows * (2 * found.cols + 6 * hidden)
+                assert nbytes <= allowed or found.cols <= 8 * blocks.UNIT
+            if memory is None and found.cols is None:
                 assert found.rows <= blocks.UNIT or 2 * min(found.rows, rows) * pitch <= blocks.BYTES_MAX

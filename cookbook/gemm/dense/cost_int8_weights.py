@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time that a product with weights of 8 bits is expected to take, by which a configuration is chosen."""
+"""The time that a product with weights of 8 or 4 bits is expected to take, by which a configuration is chosen."""
 
 import functools
 import math
@@ -13,14 +13,14 @@ from .kernel_int8_weights import Config
 
 
 @functools.lru_cache(4096)
-def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
+def default_config(m: int, n: int, k: int, num_sms: int = 132, bits: int = 8) -> Config:
     """The configuration of the least predicted time for an (m, k) by (k, n) product."""
-    return ranked(m, n, k, 1, num_sms)[0]
+    return ranked(m, n, k, 1, num_sms, bits)[0]
 
 
-def ranked(m: int, n: int, k: int, count: int, num_sms: int = 132) -> list[Config]:
+def ranked(m: int, n: int, k: int, count: int, num_sms: int = 132, bits: int = 8) -> list[Config]:
     """The `count` configurations of the least predicted time, the best first: those that are worth timing."""
-    return sorted(candidates(m, n, k, num_sms), key=lambda config: predict(config, m, n, k, num_sms))[:count]
+    return sorted(candidates(m, n, k, num_sms), key=lambda config: predict(config, m, n, k, num_sms, bits))[:count]
 
 
 def candidates(m: int, n: int, k: int, num_sms: int):
@@ -39,18 +39,18 @@ def candidates(m: int, n: int, k: int, num_sms: int):
                     yield Config(128, tile_n, tile_k=tile_k, **parts)
 
 
-def predict(c: Config, m: int, n: int, k: int, num_sms: int) -> float:
+def predict(c: Config, m: int, n: int, k: int, num_sms: int, bits: int = 8) -> float:
     """Microseconds of the product on one H200."""
     h, adds_parts = cost.H200, c.split_k > 1 and not c.second_kernel
     fit = resident(num_sms, c.cluster_m * c.split_k) if not c.second_kernel else num_sms // c.split_k
     waves = pl.cdiv(pl.cdiv(n, c.tile_m * c.cluster_m) * pl.cdiv(m, c.tile_n), fit)
     values = c.tile_m * c.tile_n
     received = 4 * values * c.split_k // owners(c.tile_n, c.split_k, True, 2) if adds_parts else 0
-    stages = (cost.SMEM_FOR_RING - received) // ((c.tile_m + 2 * c.tile_n) * c.tile_k)
+    stages = (cost.SMEM_FOR_RING - received) // ((c.tile_m * bits // 8 + 2 * c.tile_n) * c.tile_k)
     if stages < 2:
         return math.inf
     # One warpgroup converts while the other multiplies, at best.
-    convert = CONVERT_STEP + CONVERT * c.tile_m * c.tile_k / 16384
+    convert = CONVERT_STEP + CONVERT[bits] * c.tile_m * c.tile_k / 16384
     tensor = values * c.tile_k / 2048 / h.tensor / 1e3
     step = max(tensor, convert + tensor / 2, h.latency / min(stages, STAGES_MAX))
     time = waves * (pl.cdiv(k, c.tile_k * c.split_k) * step + h.tile + 0.9 * values / 32768)
@@ -59,10 +59,12 @@ def predict(c: Config, m: int, n: int, k: int, num_sms: int) -> float:
     elif c.second_kernel:
         time += h.second_kernel + 8e-6 * c.split_k * m * n / h.read
     start = h.start * (waves if c.split_k > 1 else 1)  # A block of parts computes one tile.
-    return start + cost.longer(time, (n * k + 2 * m * (n + k)) / h.read / 1e6)
+    return start + cost.longer(time, (n * k * bits / 8 + 2 * m * (n + k)) / h.read / 1e6)
 
 
 LEAST_OVERLAP = 128  # Rows of a tile from which on a product of one wave overlaps conversion with products.
 WAVES_OF_PARTS = 4  # Waves of clusters that add up parts of K, at most.
 PARTS = 14.0  # us to add up parts of K, for each 16,384 values that a block sends.
-CONVERT_STEP, CONVERT = 0.05, 0.46  # us of a step to read and convert its weights: of any, and more for each 16,384.
+CONVERT_STEP = 0.05  # us of a step to read and convert its weights,
+# and more for each 16,384 of so many bits. Those of 4 bits were not timed: they take 0.58 of the instructions.
+CONVERT = {8: 0.46, 4: 0.27}

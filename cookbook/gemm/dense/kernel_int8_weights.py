@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of a product with weights of 8 bits: as in `kernel.py`, where operand `a` is w_q and operand `b` is a.
+"""The kernel of a product with weights of 8 or 4 bits: as in `kernel.py`, where operand `a` is w_q and `b` is a.
 
 The memory warpgroup, the ring, parts of K and the stores are the same. A compute warpgroup reads its rows of a step's
 weights into registers, converts them there to 16-bit floats, and multiplies them by a's tile, which the tensor cores
 read from shared memory. Meanwhile it reads the weights of the next step, and with `overlap` also converts them. A slot
-is freed when the products of its step have ended: they read the registers and the slot till then.
+is freed when the products of its step have ended: they read the registers and the slot till then. `four_bits.py` says
+how weights of 4 bits lie and are converted; the numbers of their groups along K come with them in the slot.
 """
 
 import dataclasses
@@ -16,11 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ... import _device
 from ..kernel import compute, compute_role, load, memory_role
+from ..kernel import copy_step as copy_operands
 from ..operand import STEP_BYTES, Operand, Ring, swizzled
 from ..plan import COMPUTE, Plan, identity
 from ..tiles import Config as PlainConfig
 from ..tiles import Tiles
+from .four_bits import E2M1, VALUES, Integers, widen
 
 UNIT = 64  # Values of a row of a that are swizzled together: 128 bytes.
 
@@ -45,14 +49,28 @@ class Config(PlainConfig):
             raise ValueError(f"{self.tile_k=} must be 64, 128 or 256: the widths of the swizzle, or two of them")
 
 
-def plan_of(tiles: Tiles, w_q, a, out_dtype, interpreted: bool, stacked=False) -> Plan:
+def plan_of(
+    tiles: Tiles, w_q, a, out_dtype, interpreted: bool, stacked=False, four_bits: Integers | E2M1 | None = None
+):
     """The plan: the weights are operand `a`, of a stack of matrices where they are `stacked`, and a is operand `b`."""
     c, others = tiles.config, ()
     if interpreted:  # Its WGMMA wants both operands in shared memory, of which it has any amount: 16-bit weights.
         wide = (COMPUTE, c.tile_k // UNIT, c.compute_tile[0], UNIT)
         others = (("wide_smem", swizzled(wide, a.dtype, None, STEP_BYTES, interpreted)),)
-    weights = Operand(w_q.dtype, c.tile_m, c.tile_k, False, stacked=stacked)
-    return Plan(tiles, weights, Operand(a.dtype, c.tile_n, c.tile_k, False), identity, out_dtype, interpreted, others)
+    packed = 1 if four_bits is None else VALUES
+    weights = Operand(w_q.dtype, c.tile_m, c.tile_k, False, stacked=stacked, packed=packed)
+    a = Operand(a.dtype, c.tile_n, c.tile_k, False)
+    return Plan(tiles, weights, a, identity, out_dtype, interpreted, others, four_bits=four_bits)
+
+
+def copy_step(plan: Plan, ring: Ring, slot, weights, a_gmem, row, col, k):
+    """As `copy_step` of `kernel.py`; `weights` of 4 bits are a tuple of them and of the numbers of their groups."""
+    w_gmem, *of_groups = weights if isinstance(weights, tuple) else (weights,)
+    copy_operands(plan, ring, slot, w_gmem, a_gmem, row, col, k)
+    for gmem, smem, (_, _, size) in zip(of_groups, ring.of_groups, plan.of_groups, strict=True):
+        groups = pl.ds(_device.div(k, size), smem.shape[1])
+        part = gmem.at[groups, pl.ds(row, plan.config.tile_m)]
+        plgpu.copy_gmem_to_smem(part, smem.at[slot], ring.filled.at[slot])
 
 
 def multiply(plan: Plan, ring: Ring, wide_smem, before, acc):
@@ -61,20 +79,23 @@ def multiply(plan: Plan, ring: Ring, wide_smem, before, acc):
     last = -(-tiles.k // (tiles.tile_k * plan.config.split_k)) - 1
 
     def read(step):
-        """The weights of a step, 8 bits each."""
-        slot = ring.wait(before + step)
-        pieces = [ring.a.at[slot, 0, j, pl.ds(role * rows, rows)] for _, j in plan.a.pieces]
-        return [plgpu.load(piece, layout=plgpu.Layout.WGMMA) for piece in pieces]
+        """The weights of a step as they lie, and the numbers of their groups along K."""
+        slot, mine = ring.wait(before + step), pl.ds(role * rows, rows)
+        pieces = [ring.a.at[slot, 0, j, mine] for _, j in plan.a.pieces]
+        of_groups = [[plgpu.load(x.at[slot, i, mine], layout=_device.ROWS) for i in range(x.shape[1])]
+                     for x in ring.of_groups]  # fmt: skip
+        return [plgpu.load(piece, layout=plgpu.Layout.WGMMA) for piece in pieces], of_groups
 
-    def convert(weights):
+    def convert(read):
         """As floats of 16 bits, UNIT values of K in each array.
 
-        Another format of weights, of 4 bits say, is unpacked here; `plan_of` says how its bytes lie. Scales of groups
-        along K would be multiplied here too, in registers: one scale for each row of `part` and group. Scales of
-        whole rows of weights need no place here: they are applied to the sums, by `store` of `gemm/kernel.py` or by
-        the grouped kernel.
+        Scales of groups along K are applied here, in registers. Scales of whole rows of weights are applied to the
+        sums, by `store` of `gemm/kernel.py` or by the grouped kernel.
         """
+        weights, of_groups = read
         with jax.named_scope("convert"):
+            if plan.four_bits:
+                return widen(plan.four_bits, weights, of_groups, plan.interpreted)
             wide = [part.astype(plan.b.dtype) for part in weights]
             return [part[:, k : k + UNIT] for part in wide for k in range(0, part.shape[1], UNIT)]
 
@@ -114,17 +135,17 @@ def multiply(plan: Plan, ring: Ring, wide_smem, before, acc):
     values = acc[...]  # Waits for the last product.
     for step in range(max(last - 1, 0) if plan.config.overlap else last, last + 1):
         ring.release(before + step)
-    return values
+    return values * 2.0**plan.four_bits.held if plan.four_bits and plan.four_bits.held else values
 
 
 def kernel(w_gmem, a_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
-           sums_smem=None, summed=None, wide_smem=None):  # fmt: skip
-    """The kernel of `matmul_int8_weights`."""
-    ring = plan.ring(a_smem, b_smem, filled, freed)
+           sums_smem=None, summed=None, wide_smem=None, **of_groups):  # fmt: skip
+    """The kernel of products with weights of 8 or 4 bits. `of_groups` are slots for the numbers of groups along K."""
+    ring = plan.ring(a_smem, b_smem, filled, freed, *of_groups.values())
 
     @memory_role
     def _():
-        load(plan, ring, w_gmem, a_gmem)
+        load(plan, ring, w_gmem, a_gmem, copy_step)
 
     @compute_role
     def _():

@@ -13,7 +13,7 @@ Role and barrier tables: `kernel.py`, where the operand `a` is w_q and the opera
 Bound by: the tensor cores with many rows of a, as in `matmul`; with few, the memory that the weights come from. Longer
 steps read longer rows at a time.
 
-Not supported: zero points, scales of groups along K, 4-bit weights; batches (use `jax.vmap`); differentiation. The
+Not supported: zero points, scales of groups along K; batches (use `jax.vmap`); differentiation. The
 tensor cores want weights with K along their rows: a plain w_q is transposed, at the cost of one copy; store weights as
 (N, K). Chapter: 9b. Source: Dettmers et al., "LLM.int8()" (2022), for the use.
 """

@@ -140,7 +140,7 @@ def _take(x, index):
     return x.at[index].get(mode="promise_in_bounds")
 
 
-def _sum_of_rows(y, weights, rows):
+def sum_of_rows(y, weights, rows):
     """Sum in float32 of each token's `rows` of y, times `weights` if there are any; one fused loop."""
     parts = [_take(y, rows[:, j]).astype(jnp.float32) for j in range(rows.shape[1])]
     parts = parts if weights is None else [weights[:, j, None] * part for j, part in enumerate(parts)]
@@ -203,7 +203,7 @@ def _permute_fwd(x, routing: Routing):
 
 
 def _permute_bwd(routing: Routing, d_rows):
-    return _sum_of_rows(d_rows, None, routing.rows), None
+    return sum_of_rows(d_rows, None, routing.rows), None
 
 
 _permute.defvjp(_permute_fwd, _permute_bwd)
@@ -212,7 +212,7 @@ _permute.defvjp(_permute_fwd, _permute_bwd)
 @jax.custom_vjp
 def _combine(y, weights, routing: Routing):
     """Each token's rows of y, times their weights, added up."""
-    return _sum_of_rows(y, weights, routing.rows)
+    return sum_of_rows(y, weights, routing.rows)
 
 
 def _combine_fwd(y, weights, routing: Routing):
@@ -238,32 +238,55 @@ def _check(x, router_logits, w_gate_up, w_down, top_k: int, group_offset, biases
         raise ValueError(
             f"{op}: {x.dtype=}, {w_gate_up.dtype=}, {w_down.dtype=}; must all be bfloat16 or all float16: cast them"
         )
-    if x.ndim < 1 or router_logits.shape[:-1] != x.shape[:-1] or not jnp.issubdtype(router_logits.dtype, jnp.floating):
-        raise ValueError(f"{op}: {router_logits.shape=}, {router_logits.dtype=}; must be {x.shape[:-1]} + (E,) floats")
-    experts, hidden = router_logits.shape[-1], x.shape[-1]
     if w_gate_up.ndim != 3 or w_down.ndim != 3:
         raise ValueError(f"{op}: {w_gate_up.shape=}, {w_down.shape=}; must be a matrix for each expert")
     count, inner, _ = w_down.shape
+    check_tokens("moe", x, router_logits, count, top_k, group_offset)
+    hidden = x.shape[-1]
     if w_gate_up.shape != (count, hidden, 2 * inner) or w_down.shape[2] != hidden:
         raise ValueError(
             f"{op}: {w_gate_up.shape=}, {w_down.shape=}; must be (E, {hidden}, 2I) and (E, I, {hidden}), for "
             f"{x.shape=}: the columns of the gate, then the up product's"
         )
+    require_biases("moe", biases, count, inner, hidden)
+    if hidden % 8 or inner % 8:
+        raise ValueError(f"{op}: {hidden=}, {inner=} of {w_down.shape=}: must be multiples of 8, 16 bytes: pad them")
+
+
+def require_biases(op: str, biases, count: int, inner: int, hidden: int):
+    """Raises a ValueError unless b_gate_up and b_down, where they are given, go with the weights of `count` experts."""
+    for name, bias, columns in zip(("b_gate_up", "b_down"), biases, (2 * inner, hidden), strict=True):
+        if bias is not None and (bias.shape != (count, columns) or not jnp.issubdtype(bias.dtype, jnp.floating)):
+            raise ValueError(
+                f"{_host.PACKAGE}.{op}: {name} is {bias.shape}, {bias.dtype}; must be ({count}, {columns}) floats"
+            )
+
+
+def check_tokens(op: str, x, router_logits, count: int, top_k: int, group_offset):
+    """Raises a ValueError unless tokens, their logits and weights of `count` experts go together."""
+    op = f"{_host.PACKAGE}.{op}"
+    if x.ndim < 1 or router_logits.shape[:-1] != x.shape[:-1] or not jnp.issubdtype(router_logits.dtype, jnp.floating):
+        raise ValueError(f"{op}: {router_logits.shape=}, {router_logits.dtype=}; must be {x.shape[:-1]} + (E,) floats")
+    experts = router_logits.shape[-1]
     if count > experts or (group_offset is None and count != experts):
         raise ValueError(
             f"{op}: router_logits has {experts} experts and there are weights of {count}: must be as many, or say "
             "group_offset, the expert that the weights begin with"
         )
-    for name, bias, columns in zip(("b_gate_up", "b_down"), biases, (2 * inner, hidden), strict=True):
-        if bias is not None and (bias.shape != (count, columns) or not jnp.issubdtype(bias.dtype, jnp.floating)):
-            raise ValueError(f"{op}: {name} is {bias.shape}, {bias.dtype}; must be ({count}, {columns}) floats")
-    if hidden % 8 or inner % 8:
-        raise ValueError(f"{op}: {hidden=}, {inner=} of {w_down.shape=}: must be multiples of 8, 16 bytes: pad them")
     if not 1 <= top_k <= experts:
         raise ValueError(f"{op}: {top_k=}; must be from 1 to {experts}, the experts of router_logits")
     rows = math.prod(x.shape[:-1]) * top_k
     if rows * (experts + 2) >= 2**31:
         raise ValueError(f"{op}: {rows} rows of tokens by {experts} experts; must be below 2**31: pass parts of x")
+
+
+def limit_of(op: str, swiglu_limit) -> float | None:
+    if swiglu_limit is None:
+        return None
+    swiglu_limit = _host.option(op, "swiglu_limit", swiglu_limit, float)
+    if swiglu_limit <= 0:
+        raise ValueError(f"{_host.PACKAGE}.{op}: {swiglu_limit=}; must be above 0, or None for silu(gate) * up")
+    return swiglu_limit
 
 
 def moe(
@@ -312,10 +335,7 @@ def moe(
         for name, bias in (("b_gate_up", b_gate_up), ("b_down", b_down))
     )
     _check(x, router_logits, w_gate_up, w_down, top_k, group_offset, (b_gate_up, b_down))
-    if swiglu_limit is not None:
-        swiglu_limit = _host.option("moe", "swiglu_limit", swiglu_limit, float)
-        if swiglu_limit <= 0:
-            raise ValueError(f"{_host.PACKAGE}.moe: {swiglu_limit=}; must be above 0, or None for silu(gate) * up")
+    swiglu_limit = limit_of("moe", swiglu_limit)
     if x.size == 0:
         return jnp.zeros_like(x)
     _host.require_tensor_cores("moe")

@@ -25,16 +25,20 @@ from ..tiles import exchanged
 from .plan import Tile, each_tile
 
 
-def load(plan: Plan, table, ring: Ring, a_gmem, b_gmem):
-    """The memory warpgroup: all steps of all tiles of this block, as fast as slots are given back."""
+def load(plan: Plan, table, ring: Ring, a_gmem, b_gmem, copy=copy_step):
+    """The memory warpgroup: all steps of all tiles of this block, as fast as slots are given back.
+
+    Each operand may be several arrays, as `copy` takes them.
+    """
 
     def load_tile(tile, _, before):
-        a, b = (gmem.at[tile.group] if x.stacked else gmem for x, gmem in ((plan.a, a_gmem), (plan.b, b_gmem)))
+        of_group = lambda gmem: gmem.at[tile.group]
+        a, b = (jax.tree.map(of_group, gmem) if x.stacked else gmem for x, gmem in ((plan.a, a_gmem), (plan.b, b_gmem)))
 
         @pl.loop(0, tile.steps)
         def _(step):
             slot = ring.acquire(before + step)
-            copy_step(plan, ring, slot, a, b, tile.row, tile.col, step * plan.tiles.tile_k)
+            copy(plan, ring, slot, a, b, tile.row, tile.col, step * plan.tiles.tile_k)
 
     ring.drain(each_tile(plan, table, load_tile))
 
@@ -108,4 +112,4 @@ def grouped_product(kernel, lhs, rhs, *others, plan: Plan, params):
     padded = *shape[:-2], *_host.padded_shape(shape[-2:], (1, 8))  # A row of o is a multiple of 16 bytes for TMA.
     out_type, grid = jax.ShapeDtypeStruct(padded, plan.out_dtype), dict(cluster=plan.tiles.clusters)
     run = launch(functools.partial(kernel, plan=plan), plan, out_type, grid, plan.scratch, params)
-    return run(plan.a.pad(a), plan.b.pad(b), *others)[tuple(slice(size) for size in shape)]
+    return run(jax.tree.map(plan.a.pad, a), jax.tree.map(plan.b.pad, b), *others)[tuple(slice(size) for size in shape)]

@@ -11,7 +11,7 @@ Role and barrier tables: `kernel.py`; what is done with weights and scales: `ker
 
 Bound by: the memory that the weights come from with few rows a group; with many, the tensor cores.
 
-Not supported: zero points, scales of groups along K, 4-bit weights; batches (use `jax.vmap`); differentiation. The
+Not supported: zero points, scales of groups along K; batches (use `jax.vmap`); differentiation. The
 tensor cores want weights with K along their rows: a plain rhs is transposed, at the cost of one copy; store weights as
 (G, N, K). Chapter: 16b.
 """
@@ -48,7 +48,7 @@ def default_config(m: int, n: int, k: int, num_groups: int, num_sms: int = 132) 
     return ranked(m, n, k, num_groups, 1, num_sms)[0]
 
 
-def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 132) -> list[Config]:
+def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 132, bits: int = 8) -> list[Config]:
     """The `count` configurations of the least predicted time, the best first: those that are worth timing."""
     with_rows = min(m, num_groups)
     rows = -(-m // with_rows)
@@ -57,8 +57,8 @@ def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 1
         """Microseconds: the time of one group's product, as often as its tiles fit into the waves of all."""
         tiles = with_rows * max(1.0, rows / c.tile_n + 0.5) * -(-n // (c.tile_m * c.cluster_m))
         waves = max(1.0, tiles / resident(num_sms, c.cluster_m) + 0.5)
-        one = cost_int8_weights.predict(c, c.tile_n, c.tile_m * c.cluster_m, k, num_sms) - cost.H200.start
-        memory = (with_rows * n * k + 2 * m * (n + k)) / cost.H200.read / 1e6
+        one = cost_int8_weights.predict(c, c.tile_n, c.tile_m * c.cluster_m, k, num_sms, bits) - cost.H200.start
+        memory = (with_rows * n * k * bits / 8 + 2 * m * (n + k)) / cost.H200.read / 1e6
         return cost.H200.start + cost.longer(waves * one, memory)
 
     found = cost_int8_weights.candidates(rows, n, k, num_sms)

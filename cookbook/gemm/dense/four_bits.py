@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of 4 bits: how they lie, and how they become floats of 16 bits in registers.
+
+Eight weights of a column of w lie in a word of 32 bits, so that each word holds what one thread needs: a thread's
+operands of a WGMMA are pairs of neighbouring values of K, eight apart. 64 values of K are a unit of eight words. Value
+
+    k = 32 part + 8 pair + 2 lane + half
+
+of a unit lies in word 2 lane + part, in the 16 bits of `half`. A pair comes out of a word by a shift and a mask, and no
+value moves between threads. An integer from 0 to 15 lies in bits 4 pair to 4 pair + 3 of its half. An e2m1 value, a
+sign, two bits of exponent and one of mantissa, lies where one shift brings the magnitude, and for half of the pairs the
+sign too, to its place in a bfloat16.
+
+An integer then is the last bits of a mantissa, a subnormal number, and an e2m1 value is the last bits of an exponent
+and the first of a mantissa, which is the value times 2^-126. A multiplication by a large power of two, part of the
+scale, makes them normal. GPUs compute with subnormal 16-bit numbers at full speed.
+
+Scales of groups along K multiply the weights, in 16 bits, rather than sums in float32. Each product is rounded once, so
+the weights are exactly those that a 16-bit matrix of the same values has, and sums of each group need no registers of
+their own. Powers of two are exact.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ... import _device
+
+VALUES = 8  # Weights in a word.
+UNIT = 64  # Values of K that are packed together.
+WORDS = UNIT // VALUES
+PAIRS = 4  # Pairs of weights in a word.
+# Where the halves of a word hold the four e2m1 values: the last bit of each magnitude, and the sign.
+MAGNITUDES, SIGNS = (6, 3, 0, 9), (15, 12, 14, 13)
+HELD = 24  # Weights may be held as 2^-24 of what they are, so that scales that make numbers normal stay in range.
+
+
+@dataclasses.dataclass(frozen=True)
+class Integers:
+    """Integers from 0 to 15, less a zero point, times a scale for each group along K."""
+
+    dtype: jnp.dtype  # The dtype of weights in registers.
+    scale_dtype: jnp.dtype
+    group_size: int
+    zeros_dtype: jnp.dtype | None = None  # None: all zero points are 8.
+
+    @property
+    def of_groups(self) -> tuple[tuple[str, jnp.dtype, int], ...]:
+        """The arrays beside the weights: see `Plan.of_groups`."""
+        zeros = () if self.zeros_dtype is None else (("zeros", self.zeros_dtype, self.group_size),)
+        return ("scales", self.scale_dtype, self.group_size), *zeros
+
+    def pairs(self, words):
+        """The bits of the pairs of numbers in each word: floats that are an integer times the least one."""
+        return [(words >> (4 * i) if i else words) & _twice(0xF) for i in range(PAIRS)]
+
+    @property
+    def at_once(self) -> bool:
+        """Whether one instruction scales: 8 times a scale is exact, and bfloat16 has room for the scale it needs."""
+        return self.scale_dtype == self.dtype == jnp.bfloat16 and self.zeros_dtype is None
+
+    @property
+    def held(self) -> int:
+        return HELD if self.at_once else 0
+
+    def scaled(self, values, half: int, units: int, of_groups):
+        """Half a unit, the step's `half`th, times its scales. Sums of products become one instruction, rounded once."""
+        scale, *zero = (numbers[half * len(numbers) // (2 * units)] for numbers in of_groups)
+        repeat = lambda numbers: _device.spread(numbers, 0, values.shape)
+        least = jnp.finfo(self.dtype).smallest_subnormal
+        exponent = round(np.log2(float(least)))
+        constant = lambda power: jnp.array(2.0**power, self.dtype)
+        if self.at_once:
+            factor = scale * constant(-exponent - HELD)
+            return values * repeat(factor) + repeat(scale * -constant(3 - HELD))
+        largest = jnp.finfo(self.dtype).maxexp - 1
+        normal = exponent + largest  # An integer times 2^normal is what the largest power of two makes of it.
+        zero = repeat(zero[0].astype(self.dtype) * -constant(normal)) if zero else -constant(3 + normal)
+        values = values * constant(largest) + zero
+        if self.scale_dtype == self.dtype:
+            return values * repeat(scale * constant(-normal))
+        scale = scale.astype(jnp.float32) * 2.0**-normal
+        rounded = scale.astype(self.dtype)
+        rest = (scale - rounded.astype(jnp.float32)).astype(self.dtype)
+        return values * repeat(rounded) + values * repeat(rest)
+
+    def interpreted(self, bits, half: int, units: int, of_groups):
+        """As `scaled`, of bits, on a CPU, which flushes subnormal numbers to zero."""
+        scale, *zero = (numbers[half * len(numbers) // (2 * units)].astype(jnp.float32) for numbers in of_groups)
+        values = bits.astype(jnp.float32) - (zero[0][:, None] if zero else 8)
+        return (values * scale[:, None]).astype(self.dtype) * jnp.array(2.0**-self.held, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class E2M1:
+    """e2m1 values, times a power of two for each 32 along K: its exponent and `E2M1_BIAS`, two in 16 bits."""
+
+    dtype: jnp.dtype
+    held = HELD
+    of_groups = (("scales", jnp.dtype(jnp.uint16), UNIT),)
+
+    def pairs(self, words):
+        """The bits of the pairs of numbers in each word: bfloat16 values, e2m1 values times 2^-126."""
+        magnitude, sign = _twice(0x01C0), _twice(0x8000)
+        shifted = lambda by: words << by if by > 0 else words >> -by if by else words
+        pairs = []
+        for last, first in zip(MAGNITUDES, SIGNS, strict=True):
+            if 6 - last == 15 - first:
+                pairs.append(shifted(6 - last) & (magnitude | sign))
+            else:
+                pairs.append((shifted(6 - last) & magnitude) | (shifted(15 - first) & sign))
+        return pairs
+
+    def scaled(self, values, half: int, units: int, of_groups):
+        """Half a unit, the step's `half`th, times its scales."""
+        return values * _device.spread(
+            lax.bitcast_convert_type(_exponents(of_groups, half), self.dtype), 0, values.shape
+        )
+
+    def interpreted(self, bits, half: int, units: int, of_groups):
+        """As `scaled`, of bits, on a CPU, which flushes subnormal numbers to zero."""
+        bits = bits.astype(jnp.int32)
+        exponent, mantissa = (bits >> 7) & 3, ((bits >> 6) & 1) / 2
+        values = jnp.where(exponent == 0, mantissa, (1 + mantissa) / 2 * (1 << exponent))
+        scale = lax.bitcast_convert_type(_exponents(of_groups, half), self.dtype).astype(jnp.float32) * 2.0**-126
+        return (jnp.where(bits >> 15 == 1, -values, values) * scale[:, None]).astype(self.dtype)
+
+
+# Added to an e8m0 byte, this makes a scale 2^126 times as large, and 2^-HELD.
+E2M1_BIAS = 126 - HELD
+
+
+def _exponents(of_groups, half: int):
+    """The bits of a bfloat16 scale for each row of weights."""
+    both = of_groups[0][half // 2]
+    return (both << 7 if half % 2 == 0 else both >> 1) & jnp.uint16(0x7F80)
+
+
+def _twice(bits: int):
+    """The bits in both halves of a word."""
+    return jnp.uint32(bits << 16 | bits)
+
+
+def widen(form: Integers | E2M1, words, of_groups, interpreted: bool):
+    """The weights of a step as floats of 16 bits, UNIT values of K in each array.
+
+    `words` are arrays of (rows, words of a row), `of_groups` lists of (rows,) for each of the step's groups.
+    """
+    units = [part[:, i : i + WORDS] for part in words for i in range(0, part.shape[1], WORDS)]
+    wide = []
+    for i, unit in enumerate(units):
+        pairs = form.pairs(unit)
+        if interpreted:
+            halves, scaled = _bits_in_order(pairs), form.interpreted
+        else:
+            halves, scaled = _in_order(pairs, form.dtype), form.scaled
+        wide.append(
+            jnp.concatenate([scaled(x, 2 * i + j, len(units), of_groups) for j, x in enumerate(halves)], axis=1)
+        )
+    return wide
+
+
+def _bits_in_order(pairs):
+    """As `_in_order`, of any array, as 16 bits each."""
+    rows = pairs[0].shape[0]
+    bits = lax.bitcast_convert_type(jnp.stack(pairs), jnp.uint16).reshape(PAIRS, rows, 4, 2, 2)
+    return list(bits.transpose(3, 1, 0, 2, 4).reshape(2, rows, UNIT // 2))
+
+
+def _in_order(pairs, dtype):
+    """A unit, of whose (rows, WORDS) words `pairs` holds two numbers each, in the order of K, as two arrays."""
+    layout = plgpu.Layout.WGMMA
+    half = plgpu.ShapeDtypeStruct((pairs[0].shape[0], UNIT // 2), dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,) * PAIRS, return_type=(half, half))
+    def rename(_, *pairs):
+        wgmma = layout.to_mgpu()
+        two = wgmma.registers_element_type(mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
+
+        def of_part(part: int):
+            word = lambda words: mgpu.utils.bitcast(mgpu.utils.vector_slice(words, slice(part, part + 1)), two)
+            # (which 64 rows, which 8 columns, which 8 rows).
+            registers = np.stack(
+                [np.vectorize(word, otypes=[object])(x.registers.reshape(-1, 2)) for x in pairs], axis=1
+            )
+            return mgpu.FragmentedArray(
+                _registers=registers.reshape(wgmma.registers_shape(half.shape)), _layout=wgmma, _is_signed=None
+            )
+
+        return of_part(0), of_part(1)
+
+    return rename(*pairs)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of 4 bits from checkpoints, in the words that the kernels read: done once, before anything is multiplied.
+
+`four_bits.py` says how they lie. Each function is made of array operations alone, so it runs anywhere, also inside
+`jax.jit`; pass NumPy arrays to leave the checkpoint on the host until then.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ... import _host
+from .four_bits import E2M1_BIAS, MAGNITUDES, PAIRS, SIGNS, UNIT, VALUES, WORDS
+
+NIBBLES = 8  # Weights in a 32-bit word of a checkpoint.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # Which of 8 columns each nibble of a word holds, from the lowest one on.
+
+
+def pack_int4(w: jax.Array) -> jax.Array:
+    """Integers from -8 to 7 as `cookbook.matmul_int4_weights` reads them.
+
+    Args:
+      w: (..., K, N); int8. The lowest four bits of other values count.
+
+    Returns:
+      (..., N, 8 ceil(K / 64)); uint32. `cookbook.unpack_int4` is the inverse.
+
+    Raises:
+      ValueError: a rank or dtype is not supported.
+    """
+    w = _of_kind("pack_int4", "w", w, "int8", jnp.int8)
+    if w.ndim < 2:
+        raise ValueError(f"{_host.PACKAGE}.pack_int4: {w.shape=}; must be (..., K, N)")
+    return _words((w.mT + 8).astype(jnp.uint8) & 15, _nibble)
+
+
+def unpack_int4(words: jax.Array, k: int) -> jax.Array:
+    """(..., K, N) int8 integers from -8 to 7, which `cookbook.pack_int4` packed as (..., N, 8 ceil(K / 64)) uint32.
+
+    Raises:
+      ValueError: a rank or dtype is not supported, or `words` are of another K than `k`.
+    """
+    words = _of_kind("unpack_int4", "words", words, "uint32", jnp.uint32)
+    if words.ndim < 2 or words.shape[-1] != num_words(k):
+        raise ValueError(
+            f"{_host.PACKAGE}.unpack_int4: {words.shape=}, {k=}; must have {num_words(k)} columns, 8 for each 64 of k"
+        )
+    return integers(words)[..., :k].mT.astype(jnp.int8) - 8
+
+
+def pack_int4_gptq(qweight, qzeros, scales, *, g_idx=None, zeros_less_one: bool = True):
+    """The weights of a layer of a GPTQ checkpoint.
+
+    Args:
+      qweight: (K / 8, N); int32, of 8 values of K each, the first one lowest.
+      qzeros: (G, N / 8); int32, of the zero points of 8 columns each, the first one lowest.
+      scales: (G, N), of a floating dtype.
+      g_idx: (K,), the group of each row, which must be in order; None for that.
+      zeros_less_one: qzeros hold the zero points less 1, as the format "gptq" does; False for "gptq_v2".
+
+    Returns:
+      (w, scales, zeros), the arguments of `cookbook.matmul_int4_weights` of `group_size` K / G. Where all zeros are 8,
+      as in symmetric checkpoints, leave them out: the kernel is faster then.
+
+    Raises:
+      ValueError: a rank, shape or dtype is not supported, or rows are not in the order of their groups.
+    """
+    op = "pack_int4_gptq"
+    qweight = _of_kind(op, "qweight", qweight, "int32", jnp.int32, 2)
+    k, n = qweight.shape[0] * NIBBLES, qweight.shape[1]
+    zeros, scales = _of_groups(op, qzeros, scales, n, k, range(NIBBLES))
+    if g_idx is not None:
+        expected = jnp.arange(k) // (k // len(scales))
+        if jnp.shape(g_idx) != (k,) or not bool((jnp.asarray(g_idx) == expected).all()):
+            raise ValueError(
+                f"{_host.PACKAGE}.{op}: g_idx must be None or arange({k}) // {k // len(scales)}, groups in order: sort "
+                "the rows of unpacked weights by it, and x's columns alike"
+            )
+    values = _nibbles(qweight.T, range(NIBBLES)).reshape(n, k)
+    return _words(values, _nibble), scales, (zeros + int(zeros_less_one)).astype(jnp.uint8)
+
+
+def pack_int4_awq(qweight, qzeros, scales):
+    """The weights of a layer of an AWQ checkpoint.
+
+    Args:
+      qweight: (K, N / 8); int32, of 8 columns each, in AWQ's order: 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on.
+      qzeros: (G, N / 8); int32, of zero points in the same order.
+      scales: (G, N), of a floating dtype.
+
+    Returns:
+      (w, scales, zeros), the arguments of `cookbook.matmul_int4_weights` of `group_size` K / G.
+
+    Raises:
+      ValueError: a rank, shape or dtype is not supported.
+    """
+    op = "pack_int4_awq"
+    qweight = _of_kind(op, "qweight", qweight, "int32", jnp.int32, 2)
+    k, n = qweight.shape[0], qweight.shape[1] * NIBBLES
+    zeros, scales = _of_groups(op, qzeros, scales, n, k, AWQ_ORDER)
+    return _words(_nibbles(qweight, AWQ_ORDER).reshape(k, n).T, _nibble), scales, zeros
+
+
+def pack_mxfp4(blocks, scales):
+    """e2m1 weights and their e8m0 scales, as gpt-oss has them, as `cookbook.matmul_mxfp4_weights` reads them.
+
+    Args:
+      blocks: (..., N, K / 32, 16); uint8, of two values of K each, the first one in the lower bits.
+      scales: (..., N, K / 32); uint8, the exponent of two of a scale, plus 127.
+
+    Returns:
+      (w, scales): (..., N, 8 ceil(K / 64)) uint32 and (..., ceil(K / 64), N) uint16. Scales from 2^-108 to 2^25 are
+      exact; weights of smaller ones lose bits, those of larger ones, and of the NaN 255, are not finite.
+
+    Raises:
+      ValueError: a rank, shape or dtype is not supported.
+    """
+    op = "pack_mxfp4"
+    blocks, scales = (_of_kind(op, name, x, "uint8", jnp.uint8) for name, x in (("blocks", blocks), ("scales", scales)))
+    if blocks.ndim < 3 or blocks.shape[-1] != 16 or scales.shape != blocks.shape[:-1]:
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: {blocks.shape=}, {scales.shape=}; must be (..., N, K / 32, 16) and (..., N, K / 32)"
+        )
+    values = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape[:-1], 32 * scales.shape[-1])
+    exponents = jnp.clip(scales.astype(jnp.int32) + E2M1_BIAS, 0, 255).astype(jnp.uint16)
+    exponents = jnp.pad(exponents, [(0, 0)] * (scales.ndim - 1) + [(0, scales.shape[-1] % 2)])
+    pairs = exponents.reshape(*exponents.shape[:-1], exponents.shape[-1] // 2, 2)
+    return _words(values, _e2m1), (pairs[..., 0] | pairs[..., 1] << 8).mT
+
+
+def num_words(k: int) -> int:
+    """Words of a row of `k` weights."""
+    return -(-k // UNIT) * WORDS
+
+
+def _nibble(pair: int, value):
+    return value << (4 * pair)
+
+
+def _e2m1(pair: int, value):
+    return (value & 7) << MAGNITUDES[pair] | value >> 3 << SIGNS[pair]
+
+
+def _words(values, placed):
+    """(..., rows, K) values of 4 bits in words; `placed(pair, value)` puts one into 16 bits."""
+    *rows, k = values.shape
+    values = jnp.pad(values.astype(jnp.uint32), [(0, 0)] * len(rows) + [(0, -k % UNIT)])
+    units = values.reshape(
+        *rows, num_words(k) // WORDS, 2, PAIRS, WORDS // 2, 2
+    )  # (unit, part, pair, lane, half) of K.
+    halves = sum(placed(pair, units[..., pair, :, :]) for pair in range(PAIRS))  # (unit, part, lane, half).
+    words = halves[..., 0] | halves[..., 1] << 16
+    return words.swapaxes(-1, -2).reshape(*rows, num_words(k))
+
+
+def _units(words, taken):
+    """The inverse of `_words`: `taken(pair, halves)` takes a value out of 16 bits."""
+    *rows, count = words.shape
+    words = words.reshape(*rows, count // WORDS, WORDS // 2, 2).swapaxes(-1, -2)
+    halves = jnp.stack([words & 0xFFFF, words >> 16], axis=-1)
+    values = jnp.stack([taken(pair, halves) for pair in range(PAIRS)], axis=-3)
+    return values.reshape(*rows, count * VALUES)
+
+
+def integers(words):
+    """(..., rows, K) integers from 0 to 15 of (..., rows, words)."""
+    return _units(words, lambda pair, halves: halves >> (4 * pair) & 15)
+
+
+def e2m1(words):
+    """(..., rows, K) float32 values of (..., rows, words) of e2m1 values."""
+    magnitudes = jnp.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], jnp.float32)
+
+    def taken(pair: int, halves):
+        value = magnitudes[halves >> MAGNITUDES[pair] & 7]
+        return jnp.where(halves >> SIGNS[pair] & 1, -value, value)
+
+    return _units(words, taken)
+
+
+def _nibbles(words, order):
+    """(..., 8) values of 4 bits of int32 words, of which nibble i holds number `order[i]`."""
+    places = [4 * list(order).index(i) for i in range(NIBBLES)]
+    return words[..., None].astype(jnp.uint32) >> jnp.array(places, jnp.uint32) & 15
+
+
+def _of_groups(op: str, qzeros, scales, n: int, k: int, order):
+    """The (G, N) zero points, uint8, and scales of a checkpoint."""
+    qzeros, scales = _of_kind(op, "qzeros", qzeros, "int32", jnp.int32, 2), _host.as_array(op, "scales", scales)
+    if n % NIBBLES or scales.ndim != 2 or scales.shape[1] != n or qzeros.shape != (len(scales), n // NIBBLES):
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: {qzeros.shape=}, {scales.shape=} beside {n} columns; must be (G, N / 8) and (G, N)"
+        )
+    if not len(scales) or k % len(scales):
+        raise ValueError(f"{_host.PACKAGE}.{op}: {scales.shape=}; G must divide K, {k}")
+    return _nibbles(qzeros, order).reshape(scales.shape).astype(jnp.uint8), scales
+
+
+def _of_kind(op: str, name: str, x, kind: str, dtype, rank: int | None = None):
+    x = _host.as_array(op, name, x)
+    if x.dtype != dtype or (rank is not None and x.ndim != rank):
+        rule = f"must be {kind}" + (f" of rank {rank}" if rank else "")
+        raise ValueError(f"{_host.PACKAGE}.{op}: {name} has shape {x.shape} and dtype {x.dtype}; {rule}")
+    return x
