@@ -24,7 +24,7 @@ if not os.environ.get("XLA_FLAGS"):  # References are compiled once and run once
     )
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # The compile-only wheels come without cuDNN.
 
-FAMILIES = ("attn", "gemm", "loss", "nvlink", "recurrent", "rows")  # Folders of tests.
+FAMILIES = ("attn", "gemm", "loss", "nvlink", "recurrent", "rows", "select")  # Folders of tests.
 # Folders of whose tests `make test` runs the first case alone.
 QUICK = (*FAMILIES, "bench", "blackwell", "exercises", "serving")
 SECONDS = 300  # A kernel that deadlocks hangs on a GPU, and a loop that never ends hangs anywhere.

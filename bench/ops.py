@@ -396,6 +396,13 @@ OPS = {
         more=dict(q_norm=(F32, (64,)), k_norm=(F32, (64,))),
         empty=(dict(qkv=0, cos=0, sin=0, slot_mapping=0),),
     ),
+    "sample": Op(
+        dict(logits=(F32, (3, 40)), seeds=np.array([1, 2, 3], np.int32), positions=np.array([0, 5, 9], np.int32)),
+        more=dict(temperature=(F32, (3,), "positive"), top_p=(F32, (3,), "share")),
+        static=("num_logprobs",),
+        choices=dict(num_logprobs=2),
+        empty=(dict(logits=0, seeds=0, positions=0),),
+    ),
     "softmax": Op(dict(x=(F32, (3, 40))), gradients=("x",), empty=(dict(x=0),)),
     "ssd": Op(
         dict(
@@ -423,6 +430,7 @@ OPS = {
         more=dict(d=(F32, (2,))),
         empty=(dict(x=0, dt=0, b=0, c=0, state=0),),
     ),
+    "top_k": Op(dict(x=(F32, (3, 40))), options=dict(k=5), static=("k",), gradients=("x",), empty=(dict(x=0),)),
     "varlen_attention": Op(
         dict(
             q=(BF16, (20, 2, 64)),

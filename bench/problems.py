@@ -55,6 +55,7 @@ kda, kda_step = map(inspect.getmodule, (cookbook.kda, cookbook.kda_step))
 causal_conv1d, causal_conv1d_step = map(inspect.getmodule, (cookbook.causal_conv1d, cookbook.causal_conv1d_step))
 cross_entropy, linear_cross_entropy = map(inspect.getmodule, (cookbook.cross_entropy, cookbook.linear_cross_entropy))
 reduce_sum, rms_norm, softmax = map(inspect.getmodule, (cookbook.reduce_sum, cookbook.rms_norm, cookbook.softmax))
+sample, top_k = map(inspect.getmodule, (cookbook.sample, cookbook.top_k))
 layer_norm, group_norm = map(inspect.getmodule, (cookbook.layer_norm, cookbook.group_norm))
 
 # The peers that are not this project's own, and what each is.
@@ -119,7 +120,18 @@ class Case:
         if self.op.startswith("blackwell."):
             return "b200"
         on_cuda_cores = self.op.startswith(
-            ("add", "softmax", "rms_norm", "layer_norm", "group_norm", "reduce_sum", "causal_", "cross_")
+            (
+                "add",
+                "softmax",
+                "rms_norm",
+                "layer_norm",
+                "group_norm",
+                "reduce_sum",
+                "causal_",
+                "cross_",
+                "top_k",
+                "sample",
+            )
         ) or self.op.endswith("_step")
         return None if on_cuda_cores or self.impl == "matmul_blocked" else "h200"
 
@@ -278,6 +290,37 @@ def _sum(rows, cols, axis, dtype=jnp.bfloat16, **kwargs):
     return Case("reduce_sum", ((rows, cols),), dtype, lambda x: cookbook.reduce_sum(x, axis),
                 lambda x: reduce_sum.reduce_sum_reference(x, axis), peers, reduce_sum.flops(rows, cols), nbytes,
                 f"{rows}x{cols}_axis{axis}", **kwargs)  # fmt: skip
+
+
+def _top_k(rows, cols, k, dtype=jnp.float32, **kwargs):
+    """Values and indices, in float32 as those of a vocabulary's logits often are."""
+    ours, xla = (functools.partial(fn, k=k) for fn in (cookbook.top_k, top_k.top_k_reference))
+    return Case("top_k", ((rows, cols),), dtype, ours, xla, {"xla": xla}, top_k.flops(rows, cols),
+                top_k.bytes_moved(rows, cols, jnp.dtype(dtype).itemsize, k), f"{rows}x{cols}_k{k}",
+                **kwargs)  # fmt: skip
+
+
+def _sample(rows, cols, name="", dtype=jnp.float32, **kwargs):
+    """Peers draw with JAX's generator, other tokens than ours: none has the same noise."""
+    options = {key: kwargs.pop(key) for key in ("top_k", "top_p") if key in kwargs}
+    places = np.arange(rows, dtype=np.int32), np.full(rows, 7, np.int32)
+
+    def xla(x, seeds, positions):
+        x, key = x.astype(jnp.float32), jax.random.key(0)
+        if "top_k" in options:
+            x, index = jax.lax.top_k(x, options["top_k"])
+        if "top_p" in options:
+            p = jax.nn.softmax(x, axis=-1)
+            ranked = jnp.sort(p, axis=-1, descending=True)
+            count = jnp.sum(jnp.cumsum(ranked, axis=-1) - ranked < options["top_p"], axis=-1, keepdims=True)
+            x = jnp.where(p >= jnp.take_along_axis(ranked, count - 1, axis=-1), x, -jnp.inf)
+        token = jax.random.categorical(key, x, axis=-1)
+        return jnp.take_along_axis(index, token[:, None], -1)[:, 0] if "top_k" in options else token
+
+    ours, exact = (functools.partial(fn, **options) for fn in (cookbook.sample, sample.sample_reference))
+    return Case("sample", ((rows, cols),), dtype, ours, exact, {"xla": xla}, sample.flops(rows, cols),
+                sample.bytes_moved(rows, cols, jnp.dtype(dtype).itemsize), f"{rows}x{cols}{name}",
+                integers=places, parts=("xla",), **kwargs)  # fmt: skip
 
 
 def _labels(rows, vocabulary):
@@ -1141,6 +1184,16 @@ CASES += [
     # 0.92 of the rate of a stream.
     _cross_entropy(16384, 151936, target=Target("xla", rate=4.03)),
     _cross_entropy(16384, 151936, gradients=True, target=Target("xla", rate=4.03)),
+]
+
+
+# Rows, columns, k and the TB/s that milliseconds of 0.020, 0.040, 0.010 and 0.060 are: logits of decoding.
+SELECTIONS = ((64, 128256, 50, 1.64), (64, 128256, 1024, 0.82), (1, 128256, 50, 0.051), (256, 151936, 20, 2.59))
+CASES += [_top_k(*size, target=Target("xla", rate=rate)) for *size, rate in SELECTIONS]
+CASES += [  # 0.014 ms and 0.030 ms.
+    _sample(64, 128256, target=Target("xla", rate=2.35)),
+    _sample(64, 128256, "_p0.9", top_p=0.9, target=Target("xla", rate=1.09)),
+    _sample(64, 128256, "_k50_p0.9", top_k=50, top_p=0.9, target=Target("xla", rate=1.09)),
 ]
 
 

@@ -55,6 +55,10 @@ def _rows_and_cols(rng):
     return round(_log_uniform(rng, 1, 10**6)), round(_log_uniform(rng, 1, 65536))
 
 
+def _rows_and_k(rng):
+    return tuple(round(_log_uniform(rng, 1, most)) for most in (1024, 2**18, 2048))
+
+
 def _product(rng, multiple: int):
     m, n, k = _log_uniform(rng, 1, 16384, 3)
     return max(1, round(m)), _multiple(n, multiple), _multiple(k, multiple)
@@ -176,6 +180,7 @@ SAMPLES = {
     "linear_cross_entropy": Sample(
         _tokens_and_vocabulary, lambda *_: True, problems._linear_cross_entropy, (1.05, 0.95, 0.95)
     ),
+    "top_k": Sample(_rows_and_k, lambda rows, cols, k: k <= cols and rows * cols <= 10**9, problems._top_k, BEYOND_XLA),
     "ssd": Sample(_state_space, lambda *sizes: _fits(*sizes[:3]), problems._ssd, BEYOND_XLA),
     "gated_delta_rule": Sample(
         _key_and_value_heads,

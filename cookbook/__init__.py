@@ -55,6 +55,7 @@ from .recurrent import (
     ssd_step,
 )
 from .rows import group_norm, layer_norm, reduce_sum, rms_norm, softmax
+from .select import sample, top_k
 
 __version__ = "0.2.0"
 
@@ -102,9 +103,11 @@ __all__ = [
     "reduce_sum",
     "rms_norm",
     "rope_write_kv",
+    "sample",
     "softmax",
     "ssd",
     "ssd_step",
+    "top_k",
     "varlen_attention",
     "write_kv",
 ]

@@ -162,7 +162,7 @@ def plan_of(logits, cols: int, soft_cap: float | None) -> Plan:
 def _params(logits, soft_cap: float | None):
     # ex2.approx is good to 2**-22: far below the rounding of 16-bit logits. tanh.approx is not: it is good to 2**-11.
     approx_math = logits.dtype.itemsize == 2 and soft_cap is None
-    # JAX puts barriers around each store, for kernels that read what they have stored. These have their own.
+    # JAX puts a barrier before each store, in case another warp has yet to read what it overwrites. These have one.
     return _host.compiler_params(approx_math=approx_math, unsafe_no_auto_barriers=True)
 
 

@@ -150,6 +150,15 @@ class Sequences:
         values = jnp.pad(values, ((0, 0), (0, -self.length % self.chunk), (0, 0)))
         return values.reshape(self.num_chunks, self.chunk, -1).transpose(2, 0, 1)
 
+    def in_rows(self, values, cu_seqlens):
+        """`values` (H, num_chunks, chunk) as (num_rows, H), zeros for rows of no sequence."""
+        values = values.reshape(len(values), -1).T
+        if self.is_packed:
+            rows = self.rows_of_chunks(cu_seqlens).ravel()
+            return jnp.zeros((self.num_rows, values.shape[1])).at[rows].set(values, mode="drop")
+        values = values.reshape(self.num_seqs, -1, values.shape[1])[:, : self.length]
+        return values.reshape(self.num_rows, -1)
+
 
 def rows_per_part(num_seqs: int, length: int, heads: int, num_sms: int, parts: int | None = None) -> int | None:
     """Rows of a part, or None where sequences are not cut. `parts` of a sequence are by default as many as make a block

@@ -106,10 +106,10 @@ def fill_stage(part: Part, chunk: Index, copy, operands, stage: Index, filled: B
 def store_rows(part: Part, smem: Tiles, tile: int, gmem: Ref, head: Index, piece: int, row: Index):
     """Copies tile number `tile` of `smem`, 64 rows, to rows of `gmem` from `row` on, of a head's `piece`; but none
     after the part's end."""
-    num_rows = part.write_end - row
+    num_rows, width = part.write_end - row, smem.rows.shape[-1]
 
     def copy(skip, size: int):
-        target = gmem.at[pl.ds(row + skip, size), head, pl.ds(piece * PIECE, PIECE)]
+        target = gmem.at[pl.ds(row + skip, size), head, pl.ds(piece * width, width)]
         plgpu.copy_smem_to_gmem(smem.rows.at[tile, pl.ds(skip, size)], target)
 
     if not part.is_ragged:

@@ -41,6 +41,9 @@ def test_problems_are_the_seeds_own_and_in_bounds(op):
         elif op == "causal_conv1d":
             seqs, tokens, channels, taps = sizes
             assert 10**6 <= seqs * tokens * channels <= 10**9 and channels >= 128 and 2 <= taps <= 5
+        elif op == "top_k":
+            rows, cols, k = sizes
+            assert 1 <= rows <= 1024 and 1 <= k <= min(cols, 2048) and cols <= 2**18
         elif op == "linear_cross_entropy":
             tokens, hidden, labels = sizes
             assert 256 <= tokens <= 16384 and 448 <= hidden <= 8192 and hidden % 64 == 0 and 4000 <= labels <= 262144

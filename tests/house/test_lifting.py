@@ -66,6 +66,11 @@ from kernels.rows import softmax
 x = jax.random.normal(jax.random.key(0), (5, 300))
 call, wanted = lambda: softmax(x), jax.nn.softmax(x)
 """,
+    "select": """
+from kernels.select import top_k
+x = jax.random.normal(jax.random.key(0), (5, 300))
+call, wanted = lambda: top_k(x, 3)[1], jax.lax.top_k(x, 3)[1]
+""",
     "gemm": """
 from kernels.gemm import matmul
 a, b = (jax.random.normal(jax.random.key(i), (64, 64), jnp.bfloat16) for i in (0, 1))

@@ -62,7 +62,8 @@ def with_gradient(name: str, fn):
     def both(**operands):
         rest = {name: x for name, x in operands.items() if name not in names}
         out, pull = jax.vjp(lambda given: fn(**(operands | given | rest)), {name: operands[name] for name in names})
-        return out, pull(out)
+        no_gradient = lambda x: np.zeros(x.shape, jax.dtypes.float0)  # Indices have none.
+        return out, pull(jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else no_gradient(x), out))
 
     return both
 
@@ -250,7 +251,7 @@ def test_forward_mode(name):
     assert re.search(rf"tangent\[op={said(name)}\]", program)
 
 
-MADE_OF_OPS = ("add", "all_gather", "all_to_all", "fuse", "reduce_scatter", "reduce_sum")  # Their gradients.
+MADE_OF_OPS = ("add", "all_gather", "all_to_all", "fuse", "reduce_scatter", "reduce_sum", "top_k")  # Their gradients.
 
 
 @pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name in KERNELS])

@@ -58,7 +58,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ..sequences import Sequences
 from ..states import cumulative
 from . import kernel, kernel_backward, kernel_gradients
 from .plan import BackwardPlan, ForwardPlan
@@ -83,17 +82,8 @@ def gradients(q, k, v, initial, cu_seqlens, cum, beta, inverse, do, d_final, *, 
     dbeta, dcum = dbeta + pair_sums[:, :, 0, kernel_gradients.DBETA], dcum + pair_sums[:, :, 0, kernel_gradients.DCUM]
     dlast = by_token.sum(-1) + jnp.exp(cum[..., -1]) * by_value.sum(-1)
     dg = cumulative(dcum[..., ::-1])[..., ::-1] + dlast[..., None]
-    dg, dbeta = (_in_rows(sequences, x, cu_seqlens) for x in (dg, dbeta))
+    dg, dbeta = (sequences.in_rows(x, cu_seqlens) for x in (dg, dbeta))
     if sequences.is_packed:  # Nothing is written for rows after the last sequence.
         used = (jnp.arange(len(q)) < sequences.starts(cu_seqlens)[-1])[:, None, None]
         dq, dk, dv = (jnp.where(used, x, jnp.zeros((), x.dtype)) for x in (dq, dk, dv))
     return dq, dk, dv, dg, dbeta, d_initial
-
-
-def _in_rows(sequences: Sequences, x, cu_seqlens):
-    """(rows, heads) of `x` (heads, chunks, CHUNK); zeros for rows of no sequence."""
-    x = x.reshape(len(x), -1).T
-    if sequences.is_packed:
-        rows = sequences.rows_of_chunks(cu_seqlens).ravel()
-        return jnp.zeros((sequences.num_rows, x.shape[1])).at[rows].set(x, mode="drop")
-    return x.reshape(sequences.num_seqs, -1, x.shape[1])[:, : sequences.length].reshape(sequences.num_rows, -1)

@@ -17,10 +17,10 @@ ever taken. Two kernels, whose files have the formulas and the tables of roles a
     kernel           from chunk to chunk, a block for each 64 values of a head, or for each head where those are more
                      than SMs
 
-The backward pass keeps what the first kernel made. It makes the states before all chunks again (`kernel`), and the
-gradients of the states, from the last chunk to the first (`kernel_backward`). The rest, for all chunks at once, is
-XLA's and no kernel yet: it is right, but in float32, and it moves several times the operands' bytes. `gradients.py`
-derives it all.
+The backward pass keeps what the first kernel made. It makes the states before all chunks again (`kernel`), then the
+gradients of the states, from the last chunk to the first (`kernel_backward`), and from both the gradients of the
+operands, for all chunks at once (`kernel_gradients`). `gradients.py` derives it all. XLA adds dq and dk over the value
+heads that share a key head, and differentiates the norms.
 
 Other names of the arguments, and other layouts:
 
@@ -42,8 +42,8 @@ and back by the same. g here are the logarithms of the decays; with `use_gate_in
 Bound by: the stream of what the first kernel hands to the second; where sequences and heads do not fill the GPU, the
 latency of a chunk, three products in a row.
 Not supported: parts of a sequence on several SMs, second derivatives.
-Interpreted and compiled. An earlier version was wrong on an H200, for the reason that `kernel_prepare` gives beside
-`zero`; this one has not run on a GPU.
+Compiled for Hopper; not run on a GPU yet. An earlier version was wrong on an H200, for the reason that `kernel_prepare`
+gives beside `zero`.
 Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture" (2025).
 """
 
@@ -182,7 +182,7 @@ def _kda_bwd(plan: KdaPlan, residuals, cotangents):
         states = lambda x: None if x is None else as_states(x, plan.value_slices)
         *grads, d_initial = gradients(
             rows(q), rows(k), slices(v), rows(g), rows(beta), states(initial_state), cu_seqlens, *kept,
-            slices((do * plan.scale).astype(v.dtype)), states(d_final), plan=plan, params=params,
+            slices(do.astype(v.dtype)), states(d_final), plan=plan, params=params,
         )  # fmt: skip
         alike = lambda x, dx: dx.reshape(x.shape).astype(x.dtype)
         d_initial = None if initial_state is None else alike(initial_state, d_initial)

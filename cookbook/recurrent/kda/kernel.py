@@ -3,18 +3,18 @@
 
 With the state s before a chunk, a row per value, and what `kernel_prepare` left of the chunk,
 
-    u  = inverse (v - keys_read sᵀ)
-    o  = scale (queries sᵀ + w u)
-    s' = s diag(decay) + uᵀ keys_written,    the state before the next chunk
+    e  = inverse (v - keys_read sᵀ)
+    o  = queries sᵀ + weights e
+    s' = s diag(decay) + eᵀ keys_written,    the state before the next chunk
 
 Shapes: v and o (rows, slices, 64), where a slice is 64 values of a head; squares and decays as `plan.KdaPlan.prepared`
 names them; states (sequences, slices, 64, N) float32.
 
 Role table: a block goes through a sequence with one slice, or with both of a head; its warpgroups are
 
-    state    one per slice: the chain u, s', u, s' ... It keeps s and uᵀ in registers, where WGMMA takes its first
+    state    one per slice: the chain e, s', e, s' ... It keeps s and eᵀ in registers, where WGMMA takes its first
              operand: nothing that the next chunk waits for goes through shared memory
-    output   one: o of the chunk, from the s and u that `state` leaves in shared memory
+    output   one: o of the chunk, from the s and e that `state` leaves in shared memory
     memory   one: copies the chunks' values, squares and decays ahead
 
 Barrier table, of two rings, `chunks` from memory to all others and `states` from state to output:
@@ -24,10 +24,10 @@ Barrier table, of two rings, `chunks` from memory to all others and `states` fro
     chunks.freed[stage]    state and output warpgroups      memory, before it refills the stage
     landed                 copies of a chunk that is cut    memory, before it zeroes the rows of other sequences, and
                                                             arrives at chunks.filled in place of the copies
-    states.filled          state, each having stored its u  the output warpgroup
+    states.filled          state, each having stored its e  the output warpgroup
     states.freed           the output warpgroup             state, before it stores the next state
 
-Without the output warpgroup the kernel gives the states before all chunks, for the backward pass.
+Without the output warpgroup the kernel gives the states before all chunks, and e, for the backward pass.
 
 Bound by: the latency of a chunk's three products in a row, or the stream of squares: 8 of 8 KB for a chunk of keys of
 128, which leave room for two chunks in shared memory and for one state beside them.
@@ -52,7 +52,6 @@ from .plan import INVERSE, KEYS_READ, WEIGHTS, KdaPlan
 
 # Registers per thread of the state, output and memory warpgroups, by the number of state warpgroups and outputs.
 REGISTERS = {(1, False): (240, 0, 40), (1, True): (232, 168, 40), (2, True): (168, 136, 40)}
-STATE_STAGES = 1  # Chunks that `state` may be ahead of the output warpgroup.
 
 
 def scratch(plan: KdaPlan) -> dict:
@@ -61,17 +60,17 @@ def scratch(plan: KdaPlan) -> dict:
         v_smem=plan.rows(plan.num_stages, plan.state_wgs),
         squares_smem=plan.squares(plan.num_stages, plan.num_squares),
         decay_smem=plgpu.SMEM((plan.num_stages, plan.pieces * PIECE), jnp.float32),
-        s_smem=plan.squares(STATE_STAGES if plan.has_outputs else 2, plan.state_wgs, plan.pieces),
+        s_smem=plan.squares(plan.state_stages, plan.state_wgs, plan.pieces),
+        e_smem=plan.squares(plan.state_stages, plan.state_wgs),
         filled=_device.barriers(plan.num_stages, copies),
         freed=_device.barriers(plan.num_stages, plan.memory_role),
         landed=_device.barriers(1, copies),
     )
     if plan.has_outputs:
         refs |= dict(
-            u_smem=plan.squares(STATE_STAGES, plan.state_wgs),
             o_smem=plan.rows(plan.state_wgs),
-            handed=_device.barriers(STATE_STAGES, plan.state_wgs),  # The ring `states`: filled, and freed.
-            taken=_device.barriers(STATE_STAGES),
+            handed=_device.barriers(plan.state_stages, plan.state_wgs),  # The ring `states`: filled, and freed.
+            taken=_device.barriers(plan.state_stages),
         )
     return refs
 
@@ -88,8 +87,8 @@ class Shared:
     squares: Ref
     decay: Ref
     s: Ref
-    states: Ring | None = None  # Its stages hold s and u.
-    u: Ref = None
+    e: Ref
+    states: Ring | None = None  # Its stages hold s and eᵀ.
     o: Tiles | None = None
 
     def pieces(self, stage: Index, first: int) -> list:
@@ -104,13 +103,13 @@ def _kernel(
     part = Part.of_block(table, plan.sequences, plan.interpreted)
     smem = {name.removesuffix("_smem"): ref for name, ref in smem.items()}
     smem |= {name: Tiles.views(smem[name], plan.interpreted) for name in "vo" if name in smem}
-    states = Ring(handed, taken, STATE_STAGES) if plan.has_outputs else None
+    states = Ring(handed, taken, plan.state_stages) if plan.has_outputs else None
     shared = Shared(plan, part, unit, Ring(filled, freed, plan.num_stages), states=states, **smem)
     state_registers, output_registers, memory_registers = REGISTERS[plan.state_wgs, plan.has_outputs]
 
     @_device.role(role < plan.state_wgs, increase_to=state_registers)
     def _():
-        _carry_the_state(shared, role, initial_gmem, outs[0])
+        _carry_the_state(shared, role, initial_gmem, outs)
 
     if plan.has_outputs:
 
@@ -136,26 +135,27 @@ def _load_chunks(shared: Shared, landed: Barrier, gmem: dict):
     load_chunks(shared.part, shared.chunks, landed, operands, squares_and_decay, plan.state_wgs + 2)
 
 
-def _carry_the_state(shared: Shared, wg: Index, initial_gmem: Ref | None, states_gmem: Ref):
+def _carry_the_state(shared: Shared, wg: Index, initial_gmem: Ref | None, outs):
     """State warpgroup `wg`: takes the state of its slice from chunk to chunk, in pieces (64, 64) of its N columns."""
     plan, part, value_slice = shared.plan, shared.part, shared.unit * shared.plan.state_wgs + wg
 
     def step(i, s):
-        stage = shared.chunks.wait(i)
-        u = _corrections(shared, wg, i, stage, [piece.astype(plan.dtype) for piece in s]).astype(plan.dtype)
+        stage, state_stage = shared.chunks.wait(i), _device.rem(i, plan.state_stages)
+        e = _errors(shared, wg, i, stage, [piece.astype(plan.dtype) for piece in s]).astype(plan.dtype)
+        shared.e[state_stage, wg] = e
+        plgpu.commit_smem()
         if plan.has_outputs:
-            shared.u[_device.rem(i, STATE_STAGES), wg] = u
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(shared.states.filled.at[_device.rem(i, STATE_STAGES)])
+            plgpu.barrier_arrive(shared.states.filled.at[state_stage])
         else:
-            plgpu.commit_smem()
+            states_gmem, errors_gmem = (out.at[part.first_chunk + i, value_slice] for out in outs)
             for p in range(plan.pieces):
-                target = states_gmem.at[part.first_chunk + i, value_slice, :, pl.ds(p * PIECE, PIECE)]
-                plgpu.copy_smem_to_gmem(shared.s.at[_device.rem(i, 2), wg, p], target)
-        # s' = s diag(decay) + uᵀ keys_written
+                target = states_gmem.at[:, pl.ds(p * PIECE, PIECE)]
+                plgpu.copy_smem_to_gmem(shared.s.at[state_stage, wg, p], target)
+            plgpu.copy_smem_to_gmem(shared.e.at[state_stage, wg], errors_gmem)
+        # s' = s diag(decay) + eᵀ keys_written
         decay = lambda p: spread(load(shared.decay.at[stage, pl.ds(p * PIECE, PIECE)], COLUMNS), 1)
         s = [
-            product([(u, keys)], plan.interpreted, s[p] * decay(p))
+            product([(e, keys)], plan.interpreted, s[p] * decay(p))
             for p, keys in enumerate(shared.pieces(stage, plan.keys_written))
         ]
         shared.chunks.release(i)
@@ -164,13 +164,13 @@ def _carry_the_state(shared: Shared, wg: Index, initial_gmem: Ref | None, states
     first = first_state(initial_gmem, (part.number, value_slice), plan.pieces)
     last = lax.fori_loop(0, part.num_chunks, step, first)
     if plan.has_outputs:
-        store_state(states_gmem, (part.number, value_slice), last)
+        store_state(outs[0], (part.number, value_slice), last)
         shared.states.drain(part.num_chunks)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _corrections(shared: Shared, wg: Index, i: Index, stage: Index, s: list):
-    """uᵀ = (vᵀ - s keys_readᵀ) inverseᵀ of chunk `i`, a row per value and a column per token.
+def _errors(shared: Shared, wg: Index, i: Index, stage: Index, s: list):
+    """eᵀ = (vᵀ - s keys_readᵀ) inverseᵀ of chunk `i`, a row per value and a column per token.
 
     `s`, rounded, is stored while the tensor cores are at the products.
     """
@@ -182,19 +182,19 @@ def _corrections(shared: Shared, wg: Index, i: Index, stage: Index, s: list):
         _store_state_before(shared, wg, i, s)
         return product([values, (-product(keys, True).astype(plan.dtype), inverse)], True)
 
-    def multiply(from_state_ref, u_ref=None):
+    def multiply(from_state_ref, e_ref=None):
         for pair in keys:
             plgpu.wgmma(from_state_ref, *pair)
-        if u_ref is not None:
-            plgpu.wgmma(u_ref, *values)  # Waits for no state.
+        if e_ref is not None:
+            plgpu.wgmma(e_ref, *values)  # Waits for no state.
         _store_state_before(shared, wg, i, s)
-        from_state = plgpu.wgmma_accumulator_load(from_state_ref, wait_n=0 if u_ref is None else 1)
+        from_state = plgpu.wgmma_accumulator_load(from_state_ref, wait_n=0 if e_ref is None else 1)
         # Negated after the cast: if an accumulator is negated, ptxas lets no two WGMMAs overlap.
         from_state = -plgpu.layout_cast(from_state, plgpu.Layout.WGMMA).astype(plan.dtype)
-        if u_ref is None:
+        if e_ref is None:
             return product([values, (from_state, inverse)], False)
-        plgpu.wgmma(u_ref, from_state, inverse)
-        return plgpu.layout_cast(u_ref[...], plgpu.Layout.WGMMA)
+        plgpu.wgmma(e_ref, from_state, inverse)
+        return plgpu.layout_cast(e_ref[...], plgpu.Layout.WGMMA)
 
     # Two chains fill each other's gaps, and have registers for one accumulator at a time.
     accumulators = 2 if plan.state_wgs == 1 else 1
@@ -203,13 +203,13 @@ def _corrections(shared: Shared, wg: Index, i: Index, stage: Index, s: list):
 
 def _store_state_before(shared: Shared, wg: Index, i: Index, s: list):
     """Stores the state before chunk `i`, rounded, when its stage is free."""
-    if shared.plan.has_outputs:
-        stage = shared.states.acquire(i)
+    plan = shared.plan
+    if plan.has_outputs:
+        shared.states.acquire(i)
     else:
-        stage = _device.rem(i, 2)
-        plgpu.wait_smem_to_gmem(shared.plan.pieces, wait_read_only=True)  # The state in this stage has left.
+        plgpu.wait_smem_to_gmem(plan.pieces + 1, wait_read_only=True)  # State and e in this stage have left.
     for p, piece in enumerate(s):
-        shared.s[stage, wg, p] = piece
+        shared.s[_device.rem(i, plan.state_stages), wg, p] = piece
 
 
 def _compute_outputs(shared: Shared, o_gmem: Ref):
@@ -222,11 +222,10 @@ def _compute_outputs(shared: Shared, o_gmem: Ref):
         weights, queries = shared.squares.at[stage, WEIGHTS].T, shared.pieces(stage, plan.queries)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for j in range(plan.state_wgs):
-            # o = scale (queries sᵀ + w u)
+            # o = queries sᵀ + weights e
             states = [shared.s.at[state_stage, j, p].T for p in range(plan.pieces)]
-            pairs = *zip(queries, states, strict=True), (weights, shared.u.at[state_stage, j].T)
-            o = product(list(pairs), plan.interpreted)
-            shared.o.tiled[j] = (o * plan.scale).astype(plan.dtype)
+            pairs = *zip(queries, states, strict=True), (weights, shared.e.at[state_stage, j].T)
+            shared.o.tiled[j] = product(list(pairs), plan.interpreted).astype(plan.dtype)
         shared.chunks.release(i)
         shared.states.release(i)
         plgpu.commit_smem()
@@ -237,15 +236,17 @@ def _compute_outputs(shared: Shared, o_gmem: Ref):
 
 
 def launch(plan: KdaPlan, table, v, squares, decay, initial, params):
-    """[final states, o], or without outputs [states before all chunks], (chunks, slices, 64, N), in the operands'
-    dtype. `initial` None stands for zeros."""
+    """[final states, o], or without outputs [states before all chunks, eᵀ], (chunks, slices, 64, N or 64), in the
+    operands' dtype. `initial` None stands for zeros."""
     sequences, state = plan.sequences, (plan.value_slices, PIECE, plan.pieces * PIECE)
     units, rows = plan.value_slices // plan.state_wgs, len(v)
     of_units = (rows, units, PIECE * plan.state_wgs)
-    out_type = [jax.ShapeDtypeStruct((sequences.num_chunks, *state), plan.dtype)]
     if plan.has_outputs:
         final = jax.ShapeDtypeStruct((sequences.num_seqs, *state), jnp.float32)
         out_type = [final, jax.ShapeDtypeStruct(of_units, plan.dtype)]
+    else:
+        lead = sequences.num_chunks, plan.value_slices, PIECE
+        out_type = [jax.ShapeDtypeStruct((*lead, size), plan.dtype) for size in (state[-1], PIECE)]
     results = _host.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=out_type,

@@ -5,9 +5,9 @@ With gc[t, c] the sum of channel c's gates up to token t of the chunk, and j < t
 
     m[t, j] = sum over c of k[t, c] k[j, c] exp(gc[t, c] - gc[j, c])
     w[t, j] = the same with q[t, c] in place of k[t, c], and w[t, t] = q[t] . k[t]
-    inverse = (1 + diag(beta) m)^-1 diag(beta)
-    keys_read = exp(gc) k,    queries = exp(gc) q
-    keys_written = exp(gc[-1] - gc) k,    decay = exp(gc[-1])
+    inverse = (1 + m diag(beta))^-1,    weights = scale w diag(beta)
+    keys_read = exp(gc) k,    queries = scale exp(gc) q
+    keys_written = beta exp(gc[-1] - gc) k,    decay = exp(gc[-1])
 
 Shapes: q and k (rows, key heads, N), g (rows, heads, N) float32, beta (heads, chunks, 64) float32; the results are
 those that `plan.KdaPlan.prepared` names. Rows and columns of tokens that a cut chunk does not have are zero.
@@ -19,11 +19,11 @@ With x[r, c] the sum of the gates between token r and the boundary of those halv
 
     gc[t] - gc[j] = x[t] + x[j]
 
-and both are at most 0. So for each b of 32, 16, ..., 1 one product exp(x) k by itself, and one of exp(x) q by it, has
-the pairs that part at b, and a comparison of t ^ j with b selects them. No exponential of a positive number is taken,
-however strong the gates are, and x is a sum of gates, never a difference of sums: a strong gate costs no bits of weak
-ones. The sums are products on tensor cores too: of a matrix of zeros and ones, made in registers from its indices, by
-the gates in two parts of float16, which have 22 bits together.
+and both are at most 0. So for each b of 32, 16, ..., 1 one product has the pairs that part at b. Its left operand is
+exp(x) k; its right one has exp(x) k in the first halves, which gives m below the diagonal, and exp(x) q in the second
+halves, which gives w transposed above it. No exponential of a positive number is taken, however strong the gates are,
+and x is a sum of gates, never a difference of sums: a strong gate costs no bits of weak ones. The sums are products on
+tensor cores too (`gates`).
 
 Role table: one warpgroup per block, with one chunk of one value head; two blocks of an SM hide each other's latencies.
 
@@ -36,7 +36,6 @@ Bound by: the exponentials, 8 for each value of a key, and the latency of the pr
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -47,13 +46,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ... import _device, _host
 from ..._device import COLUMNS, PIECE, ROWS, Ref, Tiles, load, product, row_tiles, spread, swizzled
 from ..delta.kernel_inverse import STRIP, _inverse, _masks
-from ..states import LEAST_DECAY
 from ..tiles import Operand
+from .gates import HALF, NUM_BLOCKS, indices, ones, split, sums, to_boundary
 from .plan import CHUNK, INVERSE, KEYS_READ, SQUARE, WEIGHTS, KdaPlan
 
-NUM_BLOCKS = 6  # Powers of two at which two tokens of a chunk can part.
-HALF = PIECE // 2  # Columns of a tile of gates, of 128 bytes.
-LOG2_E = math.log2(math.e)
 NORM_EPSILON = 1e-6  # Under the root, as in fla's l2norm.
 
 
@@ -73,31 +69,6 @@ def _scratch(plan: KdaPlan, masks) -> dict:
         columns_smem=plgpu.SMEM((CHUNK,), jnp.float32),
         filled=_device.barriers(1, 4 * plan.pieces + 3),
     )
-
-
-def _ones(first, last):
-    """(64, 64) in float16: ones from column `first` to `last` of each row, which are matrices themselves."""
-    _, column = _device.indices()
-    return jnp.where((column >= first) & (column <= last), 1.0, 0.0).astype(jnp.float16)
-
-
-def _to_boundary(block):
-    """The matrix that sums the gates between a token and the boundary of its 2 `block` tokens."""
-    row, _ = _device.indices()
-    is_second = (row & block) != 0
-    return _ones(jnp.where(is_second, row & -block, row + 1), jnp.where(is_second, row, row | (block - 1)))
-
-
-def _split(gates_smem: Tiles, parts_smem: Ref, p: int):
-    """Leaves piece `p` of the gates, as logarithms to base 2, in two parts of float16 in its place in shared memory.
-    Returns how the chunk decays."""
-    gates = jnp.concatenate([load(gates_smem.tiled.at[0, 2 * p + half]) for half in range(2)], axis=1)
-    gates = jnp.maximum(gates, math.log(LEAST_DECAY)) * LOG2_E
-    plgpu.commit_smem()  # All warps have read the piece.
-    high = gates.astype(jnp.float16)
-    parts_smem[p, 0] = high
-    parts_smem[p, 1] = (gates - high.astype(jnp.float32)).astype(jnp.float16)
-    return jnp.exp2(gates.sum(axis=0))
 
 
 def _normalize(rows_smem: Ref, pieces: int):
@@ -145,13 +116,14 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
     dots = [(a.astype(jnp.float32) * b.astype(jnp.float32)).sum(axis=1) for a, b in zip(q, k, strict=True)]
     diagonal_smem[...] = functools.reduce(jnp.add, dots)
     for p in pieces:
-        _device.store(decay_gmem.at[head, chunk, pl.ds(p * PIECE, PIECE)], _split(gates, parts_smem, p))
+        decay = jnp.exp2(split(gates, parts_smem.at[p], p).sum(axis=0))
+        _device.store(decay_gmem.at[head, chunk, pl.ds(p * PIECE, PIECE)], decay)
     plgpu.commit_smem()
 
-    def decays(ones, p):
-        """Rounded: in 32 bits the compiler would keep q and k converted through all of the kernel, and spill them."""
-        sums = product([(ones, parts_smem.at[p, part]) for part in range(2)], plan.interpreted)
-        return jnp.exp2(sums).astype(plan.dtype)
+    def decays(matrix, p):
+        """Rounded before it multiplies: in 32 bits the compiler would keep q and k converted through all of the kernel,
+        and spill them."""
+        return jnp.exp2(sums(matrix, parts_smem.at[p], plan.interpreted))
 
     def put(smem, square, value):
         """Stores a square of the results, by way of a tile of shared memory that nothing reads."""
@@ -164,49 +136,49 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
     zero = jnp.minimum(rows, 0)
 
     # Rows decayed from the chunk's start.
-    row, column = _device.indices()
-    from_start = _ones(0 * row + zero, row + zero)
+    row, column = indices(zero, zero)
+    from_start = ones(0 * row, row, column)
     for p in pieces:
         decay = decays(from_start, p)
-        put(queries_smem.at[p], plan.queries + p, load(q_smem.tiled.at[0, p]) * decay)
-        put(k_smem.tiled.at[0, p], KEYS_READ + p, k[p] * decay)
+        put(queries_smem.at[p], plan.queries + p, load(q_smem.tiled.at[0, p]) * (decay * plan.scale).astype(plan.dtype))
+        put(k_smem.tiled.at[0, p], KEYS_READ + p, k[p] * decay.astype(plan.dtype))
 
     # m below the diagonal, and w transposed above it.
     def add_block(i, carry):
         pairs, block = carry
         stage = jnp.minimum(i, zero)
-        queries, keys = queries_smem, k_smem.tiled.at[stage]
-        ones = _to_boundary(block)
+        mixed, keys = queries_smem, k_smem.tiled.at[stage]
+        matrix, is_second = to_boundary(row, column, block), (row & block) != 0
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.commit_smem()  # All warps have multiplied what the tiles hold.
         for p in pieces:
-            decay = decays(ones, p)
-            queries[p], keys[p] = load(q_smem.tiled.at[stage, p]) * decay, k[p] * decay
+            decay = decays(matrix, p).astype(plan.dtype)
+            mixed[p] = jnp.where(spread(is_second, 0), load(q_smem.tiled.at[stage, p]), k[p]) * decay
+            keys[p] = k[p] * decay
         plgpu.commit_smem()
-        is_nearer = (row & -2 * block) == (column & -2 * block)
-        of_keys, of_queries = (
-            product([(keys.at[p], x.at[p].T) for p in pieces], plan.interpreted) for x in (keys, queries)
-        )
-        return jnp.where(is_nearer, jnp.where(row > column, of_keys, of_queries), pairs), _device.div(block, 2)
+        of_block = product([(keys.at[p], mixed.at[p].T) for p in pieces], plan.interpreted)
+        is_nearer = spread(row & -2 * block, 0) == spread(column & -2 * block, 1)
+        return jnp.where(is_nearer, of_block, pairs), _device.div(block, 2)
 
     zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), plgpu.Layout.WGMMA)
     # The compiler would unroll a loop whose length it knows, and spill.
     pairs, _ = lax.fori_loop(0, jnp.where(rows > 0, NUM_BLOCKS, 1), add_block, (zeros, zero + CHUNK // 2))
-    w = jnp.where(row < column, pairs, jnp.where(row == column, spread(load(diagonal_smem, ROWS), 0), 0.0)).astype(
-        plan.dtype
-    )
-    minus_lower = (pairs * spread(-load(rows_smem, ROWS), 0)).astype(jnp.float16)
+    beta = spread(load(rows_smem, ROWS), 0)
+    distance = spread(row, 0) - spread(column, 1)
+    w = jnp.where(distance < 0, pairs, jnp.where(distance == 0, spread(load(diagonal_smem, ROWS), 0), 0.0))
+    w = (w * (beta * plan.scale)).astype(plan.dtype)
+    minus_lower = (pairs * spread(-load(columns_smem, COLUMNS), 1)).astype(jnp.float16)
 
     # The inverse, in the place of the gates, once all warps have multiplied what the tiles hold.
     plgpu.commit_smem()
     put(queries_smem.at[0], WEIGHTS, w)
-    to_end = _to_boundary(CHUNK + zero)
+    to_end = to_boundary(row, column, CHUNK + zero)
     for p in pieces:
-        put(k_smem.tiled.at[0, p], plan.keys_written + p, k[p] * decays(to_end, p))
+        decay = decays(to_end, p) * spread(load(rows_smem, ROWS), 0)
+        put(k_smem.tiled.at[0, p], plan.keys_written + p, k[p] * decay.astype(plan.dtype))
     inverse = _inverse(minus_lower, masks_smem, inverse_smem.at[0], inverse_smem.at[1], plan.interpreted)
-    inverse = (inverse * spread(load(columns_smem, COLUMNS), 1)).astype(plan.dtype)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    put(k_smem.tiled.at[0, 0], INVERSE, inverse)
+    put(k_smem.tiled.at[0, 0], INVERSE, inverse.astype(plan.dtype))
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -14,17 +14,22 @@ INVERSE, WEIGHTS, KEYS_READ = 0, 1, 2  # Places of a chunk's squares; queries an
 @dataclasses.dataclass(frozen=True)
 class KdaPlan(Plan):
     """A launch of the kernels. `kernel_prepare` leaves squares of 64 x 64 for each chunk of each value head, in this
-    order: the inverse, the weights w transposed, and in pieces the keys that read, the queries, and the keys that
+    order: the inverse, the weights transposed, and in pieces the keys that read, the queries, and the keys that
     write."""
 
     use_qk_l2norm: bool
     num_stages: int  # Chunks in shared memory.
     state_wgs: int  # Warpgroups, and so slices of a block.
-    has_outputs: bool  # Otherwise the states before all chunks are the result, and not o.
+    has_outputs: bool  # Otherwise the states before all chunks and the errors are the results, and not o.
 
     @property
     def memory_role(self) -> int:
         return self.state_wgs + self.has_outputs
+
+    @property
+    def state_stages(self) -> int:
+        """Chunks whose states are in shared memory: with outputs there is room for one."""
+        return 1 if self.has_outputs else 2
 
     @property
     def num_squares(self) -> int:

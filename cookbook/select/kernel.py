@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One stage of a selection: the k largest keys of each part of a row, with their columns.
+
+A key is an int32 that is ordered as the values are; of equal keys the one with the lower index goes first. A warpgroup
+per block loads a part of a row into registers, once, and then:
+
+1. `search` finds a threshold that at least k keys reach, and few more. It halves an interval of keys and counts how
+   many reach its middle. It looks at maxima first, each of a group of keys: k maxima that reach a threshold are k keys
+   that do, and there are few maxima. If too many keys reach it (many large keys in one group), it goes on among all of
+   them; and if too many are equal, among their indices.
+2. `_collect` writes the keys that reach the threshold and their columns side by side into shared memory: each thread
+   counts its own, and a running sum over the threads says where its slots begin.
+3. Where a part is a whole row, `sort` puts the slots in order with a bitonic network, and the first k are stored.
+   Otherwise all slots are stored, and the next stage selects among those of all parts.
+
+Barriers: the reductions have their own; `threads.sync` stands between a store to shared memory and its loads.
+Bound by: memory, one read. Not supported: more than 2**24 columns.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .. import _device, _host
+from .._device import WARPGROUP, Ref
+from . import threads
+from .plan import Plan, plan_of
+
+LOWEST, HIGHEST = -(2**31), 2**31 - 1
+
+
+def to_key(x):
+    """int32 in the order of `x`: as its bits, of which those after the sign are inverted for a negative number."""
+    if x.dtype == jnp.int32:
+        return x
+    bits = 8 * x.dtype.itemsize
+    key = lax.bitcast_convert_type(x, jnp.int32 if bits == 32 else jnp.int16).astype(jnp.int32)
+    return key ^ ((key >> 31) & (2 ** (bits - 1) - 1))
+
+
+def from_key(key, dtype):
+    if dtype == jnp.int32:
+        return key
+    bits = 8 * jnp.dtype(dtype).itemsize
+    key = key ^ ((key >> 31) & (2 ** (bits - 1) - 1))
+    return lax.bitcast_convert_type(key if bits == 32 else key.astype(jnp.int16), dtype)
+
+
+def search(count, k: int, most: int, low, reached):
+    """(threshold, count): the highest threshold that at least `k` keys reach, or one that at most `most` do.
+
+    `count(threshold)` keys reach a threshold. `low` is one that `reached` keys do, at least `k`.
+    """
+
+    def halve(state):
+        low, high, reached = state
+        middle = (low | high) - ((low ^ high) >> 1)  # Rounded up, without overflow.
+        here = count(middle)
+        enough = here >= k
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1), jnp.where(enough, here, reached)
+
+    going_on = lambda state: (state[0] < state[1]) & (state[2] > most)
+    low, _, reached = lax.while_loop(going_on, halve, (low, jnp.int32(HIGHEST), reached))
+    return low, reached
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A block's part of a row: its keys in shared memory, and their indices."""
+
+    plan: Plan
+    index_gmem: Ref  # The indices that columns stand for; or None, for themselves.
+    keys_smem: Ref
+
+    @property
+    def _layout(self):
+        return threads.strided(self.plan.vec)
+
+    def column(self):
+        return plgpu.broadcasted_iota(jnp.int32, (self.plan.piece,), 0, layout=self._layout)
+
+    def _turn(self, p):
+        """(turn, start): the column where it is the turn of piece `p`, and where the piece starts: the last is shifted
+        back to end with the row."""
+        turn = lax.axis_index("part") * self.plan.part + p * self.plan.piece
+        return turn, jnp.minimum(turn, self.plan.cols - self.plan.piece)
+
+    def is_fresh(self, p):
+        """Where piece `p` has columns that no piece before has."""
+        turn, start = self._turn(p)
+        return self.column() >= turn - start
+
+    def _at(self, p):
+        return self.keys_smem.at[pl.ds(p * self.plan.piece, self.plan.piece)]
+
+    def over(self, visit, state):
+        """`state = visit(p, state)` for each piece."""
+        return lax.fori_loop(0, self.plan.num_pieces, visit, state)
+
+    def values(self, ref, p):
+        """Those of piece `p` of `ref`, a row in global memory."""
+        return _device.load(ref.at[pl.ds(self._turn(p)[1], self.plan.piece)], self._layout)
+
+    def load(self, x_gmem, key_of, interpreted: bool):
+        """Fills `keys_smem`. Returns the maxima of groups of keys."""
+        plan = self.plan
+
+        def some(g, maxima):
+            pieces = [g * plan.unroll + u for u in range(plan.unroll)]
+            loaded = [self.values(x_gmem, p) for p in pieces]  # All in flight at once.
+            for p, x in zip(pieces, loaded, strict=True):
+                keys = jnp.where(self.is_fresh(p), key_of(x, self.place(p)), LOWEST)
+                _device.store(self._at(p), keys)
+                maxima = jnp.maximum(maxima, threads.fold(keys, plan.num_maxima, plan.vec, interpreted))
+            return maxima
+
+        lowest = plgpu.broadcasted_iota(jnp.int32, (plan.num_maxima,), 0, layout=self._layout) * 0 + LOWEST
+        maxima = lax.fori_loop(0, plan.num_pieces // plan.unroll, some, lowest)
+        threads.sync(interpreted)  # Threads of a warp may store each other's keys.
+        return maxima
+
+    def key(self, p):
+        return _device.load(self._at(p), self._layout)
+
+    def place(self, p):
+        """The columns of piece `p`."""
+        return self._turn(p)[1] + self.column()
+
+    def _rank(self, p, last):
+        """The indices of piece `p`, which are loaded where `last` is a bound at all."""
+        if self.index_gmem is None:
+            return self.place(p)
+        return lax.cond(last < HIGHEST, lambda: self.values(self.index_gmem, p), lambda: self.place(p))
+
+    def taken(self, p, threshold, last):
+        """Which keys of piece `p` are above the threshold, or at it with an index up to `last`: 1, otherwise 0."""
+        key = self.key(p)
+        tied = (key == threshold) & self.is_fresh(p) & (self._rank(p, last) <= last)
+        return ((key > threshold) | tied).astype(jnp.int32)
+
+    def num_taken(self, threshold, last):
+        """How many are, of those that have the same place in their pieces."""
+        return self.over(lambda p, so_far: so_far + self.taken(p, threshold, last), self.column() * 0)
+
+    def _num_reaching(self, threshold):
+        count = lambda p, so_far: so_far + (self.key(p) >= threshold).astype(jnp.int32)
+        return jnp.sum(self.over(count, self.column() * 0))
+
+    def threshold(self, maxima):
+        """(threshold, last), by which at least `k` keys are taken, if there are as many, and at most `slots`."""
+        plan, low = self.plan, jnp.int32(LOWEST)
+        if plan.part <= plan.slots:
+            return low, jnp.int32(HIGHEST)
+        if plan.k == 1:
+            low = jnp.max(maxima)
+        elif plan.num_maxima >= plan.k:
+            count = lambda threshold: jnp.sum((maxima >= threshold).astype(jnp.int32))
+            low, _ = search(count, plan.k, plan.k + plan.k // 8, low, jnp.int32(plan.num_maxima))
+        low, reached = search(self._num_reaching, plan.k, plan.slots, low, self._num_reaching(low))
+        # Too many keys are equal: how far the indices go, as what is highest of their complements.
+        count = lambda complement: jnp.sum(self.num_taken(low, ~complement))
+        return low, ~search(count, plan.k, plan.slots, jnp.int32(LOWEST), reached)[0]
+
+
+def _collect(part: Part, x_gmem, key_of, key_smem, index_smem, scan_smem, interpreted: bool):
+    """Writes the keys of a part that are taken, and their indices, into the slots."""
+    plan = part.plan
+    slot = plgpu.broadcasted_iota(jnp.int32, (plan.slots,), 0, layout=threads.PER_THREAD)
+    _device.store(key_smem, jnp.where(slot < 0, slot, LOWEST))  # A constant would need 256 slots at a time.
+    _device.store(index_smem, slot + (plan.pad + lax.axis_index("part") * plan.slots))
+    maxima = part.load(x_gmem, key_of, interpreted)
+    bound = part.threshold(maxima)
+    counts = threads.totals(part.num_taken(*bound), plan.vec, interpreted)
+    free = threads.before(counts, scan_smem, interpreted)
+    refs = key_smem, index_smem
+    put = lambda p, free: threads.put(
+        refs, part.taken(p, *bound), (part.key(p), part.place(p)), free, plan.vec, interpreted
+    )
+    part.over(put, free)
+    threads.sync(interpreted)
+    if part.index_gmem is not None:  # The slots have places, or what is no index.
+        place = _device.load(index_smem, threads.PER_THREAD)
+        index = threads.gather(part.index_gmem, jnp.minimum(place, plan.cols - 1), 1, interpreted)
+        _device.store(index_smem, jnp.where(place < plan.cols, index, place))
+        threads.sync(interpreted)
+
+
+def sort(key_smem, index_smem, interpreted: bool):
+    """(key, index), the slots in order, the highest key first and of equal ones the lowest index: a bitonic network.
+
+    In each step a slot meets the one that differs from it by `distance`; within runs of `run` slots, every second one
+    in reverse, the better of both goes to the front.
+    """
+    size = key_smem.shape[0]
+    layout = threads.PER_THREAD
+    slot = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+    stages = size.bit_length() - 1
+
+    def step(_, state):
+        key, index, run, distance = state
+        threads.sync(interpreted)
+        _device.store(key_smem, key)
+        _device.store(index_smem, index)
+        threads.sync(interpreted)
+        other = slot ^ distance
+        other_key = threads.gather(key_smem, other, 1, interpreted)
+        other_index = threads.gather(index_smem, other, 1, interpreted)
+        better = (key > other_key) | ((key == other_key) & (index < other_index))
+        is_front = jnp.where((slot & distance) == 0, 1, 0) ^ jnp.where((slot & run) == 0, 1, 0) ^ 1
+        stays = better.astype(jnp.int32) == is_front
+        key, index = jnp.where(stays, key, other_key), jnp.where(stays, index, other_index)
+        done = distance == 1
+        return key, index, jnp.where(done, run * 2, run), jnp.where(done, run, distance >> 1)
+
+    loaded = [_device.load(ref, layout) for ref in (key_smem, index_smem)]
+    state = (*loaded, jnp.int32(2), jnp.int32(1))
+    return lax.fori_loop(0, stages * (stages + 1) // 2, step, state)[:2]
+
+
+def _select(x_gmem, *refs, plan: Plan, num_of_row: int, key_of, interpreted: bool):
+    of_row, refs = refs[:num_of_row], refs[num_of_row:]
+    *index_gmem, out_gmem, out_index_gmem, keys_smem, key_smem, index_smem, scan_smem = refs
+    row, part = lax.axis_index("rows"), lax.axis_index("part")
+    key_here = functools.partial(key_of, *(ref[row] for ref in of_row))
+    here = Part(plan, index_gmem[0].at[row] if index_gmem else None, keys_smem)
+    _collect(here, x_gmem.at[row], key_here, key_smem, index_smem, scan_smem, interpreted)
+    layout = threads.PER_THREAD
+    if plan.num_parts > 1:
+        here = pl.ds(part * plan.slots, plan.slots)
+        _device.store(out_gmem.at[row, here], _device.load(key_smem, layout))
+        _device.store(out_index_gmem.at[row, here], _device.load(index_smem, layout))
+        return
+    key, index = sort(key_smem, index_smem, interpreted)
+    slot = plgpu.broadcasted_iota(jnp.int32, (plan.slots,), 0, layout=layout)
+    wanted = jnp.where(slot < plan.k, slot, -1)
+    threads.scatter(out_gmem.at[row], wanted, from_key(key, out_gmem.dtype), 1, interpreted)
+    threads.scatter(out_index_gmem.at[row], wanted, index, 1, interpreted)
+
+
+def plain_key(x, column):
+    return to_key(x)
+
+
+def select(plan: Plan, x, index, dtype, target: _host.Target, params, key_of=plain_key, of_row=()):
+    """(keys, indices) of (rows, parts * slots), int32; of one part, (values, indices) of (rows, k) in order.
+
+    Args:
+      x: (rows, cols), values or keys.
+      index: the indices that the columns of keys stand for; None for the columns themselves.
+      key_of: makes keys of the row's numbers from `of_row`, (rows,) each, of values and of their columns.
+    """
+    last = plan.num_parts == 1
+    shape = x.shape[0], plan.k if last else plan.num_parts * plan.slots
+    return _host.kernel(
+        functools.partial(_select, plan=plan, num_of_row=len(of_row), key_of=key_of, interpreted=target.interpreted),
+        out_type=(jax.ShapeDtypeStruct(shape, dtype if last else jnp.int32), jax.ShapeDtypeStruct(shape, jnp.int32)),
+        grid=(x.shape[0], plan.num_parts),
+        grid_names=("rows", "part"),
+        scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in (plan.part, plan.slots, plan.slots, WARPGROUP)],
+        compiler_params=params,
+    )(x, *of_row, *([] if index is None else [index]))
+
+
+def stages(x, k: int, dtype, target: _host.Target, params, key_of=plain_key, of_row=()):
+    """(values, indices), (rows, k) each, of the k largest keys of the rows of `x`, at least 128 columns."""
+    index, stage = None, 0
+    while True:
+        plan = plan_of(*x.shape, x.dtype.itemsize, k, stage, target.num_sms)
+        x, index = select(plan, x, index, dtype, target, params, key_of, of_row)
+        if plan.num_parts == 1:
+            return x, index
+        key_of, of_row, stage = plain_key, (), stage + 1

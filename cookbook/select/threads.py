@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that each thread reads or writes where its own values say, and what a thread makes of its own values alone.
+
+Pallas has no gather and no scatter, so these are a few lines of MLIR each.
+
+All arrays are 1-D and `strided`: element i of (width,) values lies in thread i / vec % 128. JAX's interpreter runs no
+such code, so each function has a second form in `jnp`, which it gets by `interpreted`.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, memref, scf, vector
+
+from .. import _device
+from .._device import WARP, WARPGROUP
+
+
+def strided(vec: int):
+    """The layout of 1-D values of which each thread has runs of `vec`."""
+    # As `Layout.WG_STRIDED`, for which JAX sums integers across a warp in 5 steps; for this one it does so in one.
+    tiling = plgpu.Tiling(((WARPGROUP * vec,), (WARP * vec,), (vec,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+
+PER_THREAD = strided(1)
+
+
+def _array(shape, dtype, layout):
+    return plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
+
+
+def _values(array):
+    """The values that a thread has of `array`, in the order of their indices."""
+    return [
+        vector.extract(register, dynamic_position=[], static_position=[i])
+        for register in array.registers.flat
+        for i in range(register.type.shape[0])
+    ]
+
+
+def _like(array, values):
+    """`values` of a thread as an array laid out as `array`."""
+    vec = array.registers.flat[0].type.shape[0]
+    kind = ir.VectorType.get((vec,), values[0].type)
+    registers = [vector.from_elements(kind, values[i : i + vec]) for i in range(0, len(values), vec)]
+    signed = True if isinstance(values[0].type, ir.IntegerType) else None
+    registers = np.array(registers, dtype=object).reshape(array.registers.shape)
+    return mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=signed)
+
+
+def _i32(value: int):
+    return arith.constant(ir.IntegerType.get_signless(32), value)
+
+
+def _index(value):
+    return arith.index_cast(ir.IndexType.get(), value)
+
+
+def sync(interpreted: bool):
+    """Every thread of the warpgroup loads after it what any of them has stored before."""
+    if not interpreted:
+
+        @plgpu.inline_mgpu()
+        def wait(_):
+            mgpu.utils.warpgroup_barrier()
+
+        wait()
+
+
+def totals(x, vec: int, interpreted: bool):
+    """(128,): the sum of the values of each thread."""
+    if interpreted:
+        return x.reshape(-1, WARPGROUP, vec).sum((0, 2))
+    add = arith.addi if x.dtype == jnp.int32 else arith.addf
+
+    @plgpu.inline_mgpu(arg_types=(strided(vec), PER_THREAD), return_type=_array((WARPGROUP,), x.dtype, PER_THREAD))
+    def sums(_, x, like):
+        return _like(like, [functools.reduce(add, _values(x))])
+
+    return sums(x, number())
+
+
+def number():
+    """(128,): the number of each thread."""
+    return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=PER_THREAD)
+
+
+def before(counts, smem, interpreted: bool):
+    """(128,): the sum of `counts`, (128,), of the threads before each. `smem`: (128,) int32."""
+
+    def step(i, total):
+        distance = 1 << i
+        sync(interpreted)
+        _device.store(smem, total)
+        sync(interpreted)
+        earlier = gather(smem, jnp.maximum(number() - distance, 0), 1, interpreted)
+        return total + jnp.where(number() >= distance, earlier, 0)
+
+    return lax.fori_loop(0, WARPGROUP.bit_length() - 1, step, counts) - counts
+
+
+def fold(x, width: int, vec: int, interpreted: bool):
+    """(width,): of the values of `x` whose indices differ by multiples of `width`, the maximum."""
+    if interpreted:
+        return jnp.max(x.reshape(-1, width), axis=0)
+    layout = strided(vec)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=_array((width,), x.dtype, layout))
+    def reduce(_, x):
+        groups = x.registers.reshape(-1, *layout.to_mgpu().registers_shape((width,)))
+        return mgpu.FragmentedArray(
+            _registers=functools.reduce(np.vectorize(arith.maxsi, otypes=[object]), groups),
+            _layout=x.layout,
+            _is_signed=True,
+        )
+
+    return reduce(x)
+
+
+def put(refs, taken, arrays, slot, vec: int, interpreted: bool):
+    """Stores what `arrays` hold where `taken` is 1 in `refs`: each thread into slots of its own, from its `slot` on.
+
+    Returns each thread's next slot.
+    """
+    if interpreted:
+        by_thread = lambda x: x.reshape(-1, WARPGROUP, vec).swapaxes(0, 1).reshape(WARPGROUP, -1)
+        mine = by_thread(taken)
+        slots = jnp.where(mine > 0, slot[:, None] + jnp.cumsum(mine, axis=1) - mine, -1)
+        for ref, array in zip(refs, arrays, strict=True):
+            scatter(ref, slots, by_thread(array), vec, interpreted)
+        return slot + mine.sum(1)
+    layout = strided(vec)
+
+    @plgpu.inline_mgpu(
+        arg_types=([plgpu.RefType()] * len(refs), layout, [layout] * len(refs), PER_THREAD),
+        return_type=_array((WARPGROUP,), jnp.int32, PER_THREAD),
+    )
+    def store(_, refs, taken, arrays, slot):
+        (at,) = _values(slot)
+        for is_taken, *values in zip(_values(taken), *map(_values, arrays), strict=True):
+            some = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, is_taken, _i32(0)))
+            with ir.InsertionPoint(some.then_block):
+                for ref, value in zip(refs, values, strict=True):
+                    memref.store(value, ref, [_index(at)])
+                scf.yield_([])
+            at = arith.addi(at, is_taken)
+        return _like(slot, [at])
+
+    return store(list(refs), taken, list(arrays), slot)
+
+
+def scatter(ref, slots, values, vec: int, interpreted: bool):
+    """`ref[slots[i]] = values[i]` wherever `slots[i]` is at least 0; the slots are different."""
+    if interpreted:
+        ref[...] = ref[...].at[jnp.where(slots < 0, ref.shape[0], slots)].set(values, mode="drop")
+        return
+    layout = strided(vec)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def store(_, ref, slots, values):
+        for slot, value in zip(_values(slots), _values(values), strict=True):
+            some = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, slot, _i32(0)))
+            with ir.InsertionPoint(some.then_block):
+                memref.store(value, ref, [_index(slot)])
+                scf.yield_([])
+
+    store(ref, slots, values)
+
+
+def gather(ref, slots, vec: int, interpreted: bool):
+    """`ref[slots]`."""
+    if interpreted:
+        return ref[...][slots]
+    layout = strided(vec)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=_array(slots.shape, ref.dtype, layout))
+    def load(_, ref, slots):
+        return _like(slots, [memref.load(ref, [_index(slot)]) for slot in _values(slots)])
+
+    return load(ref, slots)
