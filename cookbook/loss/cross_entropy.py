@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-entropy of logits that exist, each read once; for the gradient read once more, and written over if they may be.
+"""Cross-entropy of logits in memory, each read once; for the gradient read once more, and written over if they may be.
 
     z = cap tanh(x / cap) with a soft cap, else x;   lse[r] = log sum_c exp(z[r, c])
     loss[r] = lse[r] - (1 - label_smoothing) z[r, label[r]] - label_smoothing / V sum_c z[r, c] + z_loss lse[r]**2
