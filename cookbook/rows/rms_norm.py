@@ -17,8 +17,8 @@ are float32, bfloat16 or float16, each its own; total is of the residual's dtype
 Role table: one warpgroup per block does everything, as in `softmax`: it loads a row into registers, reduces it once,
 and stores it (`norm.py`). `scale` comes from the L1 cache: all rows share it. (A long row that begins anywhere in
 memory takes it from a copy that is aligned in the same way: `RaggedPlan.shift`.) There are no barriers of ours. Rows
-of more than 12288 values, 8192 with a residual, are read twice; of many such rows, which the L2 cache cannot keep, both
-times from HBM. The backward kernel, and its barriers, are those of all norms: `norm_backward.py`.
+of more than 12288 values, 8192 with a residual, are read twice; of many such rows, the L2 cache can keep
+only some. The backward kernel, and its barriers, are those of all norms: `norm_backward.py`.
 
 Bound by: memory (one read, one write; backward two reads). Long rows that are not a multiple of 16 bytes are loaded
 from their first aligned column on (`RaggedPlan`); short ones, and those beyond the registers, in smaller words.

@@ -14,10 +14,13 @@ from exercises.judge import (
     drawn,
     equations,
     jaxpr_of,
+    loads,
     normal,
+    repeated,
     require_close,
     run_kernel,
     speed,
+    values_loaded,
     wide,
 )
 
@@ -88,35 +91,23 @@ def _require_one_pass(answer, vocabulary: int) -> None:
     jaxpr = jaxpr_of(answer, *avals)
     if any(getattr(x.params.get("compiler_params"), "approx_math", False) for x in equations(jaxpr)):
         raise NotYet("approx_math=True compiles tanh to tanh.approx, which is good to only 2**-11: keep False")
-    size = lambda equation: sum(out.aval.size for out in equation.outvars)
-    is_load = lambda equation: equation.primitive.name in ("load", "get")
-    found = list(_repeated(jaxpr))
-    loads = [(size(equation), trips) for equation, trips in found if is_load(equation)]
     # Loads of a piece and of a whole step may stand in any loop; the largest loop is the pass over the row.
     steps = collections.Counter()
-    for columns, trips in loads:
-        steps[trips] += columns
+    for columns, times in loads(jaxpr):
+        steps[times] += columns
     columns = max(steps.values(), default=0)
     if columns < GROUP * PIECE:
         raise NotYet(
             f"a step loads no more than {columns // PIECE * PIECE:,} columns, and rung 1's loads {GROUP * PIECE:,}: "
             f"keep its {GROUP} loads, which are in flight at once"
         )
-    total = sum(columns * trips for columns, trips in loads)
+    total = values_loaded(jaxpr)
     if total > vocabulary + PIECE:
         raise NotYet(f"{total / vocabulary:.1f} passes load the row: keep rung 1's single one")
-    capped = sum(size(equation) * trips for equation, trips in found if equation.primitive.name == "tanh")
+    found = (pair for pair in repeated(jaxpr) if pair[0].primitive.name == "tanh")
+    capped = sum(equation.outvars[0].aval.size * times for equation, times in found)
     if capped > vocabulary + PIECE:
         raise NotYet(f"{capped / vocabulary:.1f} tanh are computed per logit: cap a piece once, where it is loaded")
-
-
-def _repeated(jaxpr, trips: int = 1):
-    """Every equation of a jaxpr and of those inside of it, and how often it runs."""
-    for equation in jaxpr.eqns:
-        yield equation, trips
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
-                yield from _repeated(inner, trips * equation.params.get("length", 1))
 
 
 # Exercise 2: in place, for any vocabulary -----------------------------------------------------------------------------

@@ -428,22 +428,37 @@ def equations(jaxpr):
                 yield from equations(inner)
 
 
-def values_loaded(jaxpr) -> int:
-    """Values that a block loads from global memory, to registers or to shared memory. A load in a loop counts as often
-    as the loop runs."""
-    total = 0
+def repeated(jaxpr, times: float = 1):
+    """Every equation of a jaxpr and of those inside of it, and how often it runs: as often as the loops around it, inf
+    in a loop of unknown length."""
     for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
+        yield equation, times
+        loops = math.inf if equation.primitive.name == "while" else 1
+        if equation.primitive.name == "scan":
+            loops = equation.params["length"]
+        values = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
+        for inner in (getattr(value, "jaxpr", value) for value in values):
+            if hasattr(inner, "eqns"):
+                yield from repeated(inner, times * loops)
+
+
+def loads(jaxpr) -> list[tuple[int, float]]:
+    """(values, how often) of each load of a block from global memory, to registers or to shared memory."""
+    found = []
+    for equation, times in repeated(jaxpr):
+        name = equation.primitive.name
         if name in ("get", "load") and "gmem" in str(equation.invars[0].aval):
-            total += math.prod(equation.outvars[0].aval.shape)
+            found.append((math.prod(equation.outvars[0].aval.shape), times))
         elif name == "copy_gmem_to_smem":
-            total += math.prod(equation.invars[1].aval.shape)
-        values = jax.tree.leaves(list(params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
-        inner = [getattr(value, "jaxpr", value) for value in values]
-        inside = sum(values_loaded(value) for value in inner if hasattr(value, "eqns"))
-        if inside and name == "while":
-            raise NotYet("it loads in a loop of unknown length: load each value once, in loops of known length")
-        total += inside * params.get("length", 1) if name == "scan" else inside
+            found.append((math.prod(equation.invars[1].aval.shape), times))
+    return found
+
+
+def values_loaded(jaxpr) -> int:
+    """Values that a block loads from global memory."""
+    total = sum(values * times for values, times in loads(jaxpr))
+    if total == math.inf:
+        raise NotYet("it loads in a loop of unknown length: load each value once, in loops of known length")
     return total
 
 

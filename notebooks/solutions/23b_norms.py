@@ -10,6 +10,8 @@ exercise-1
   jnp.sum(t * t) => jnp.sum(load(x_gmem.at[row]) ** 2)  # load each once
   y = t * inverse => y = load(x_gmem.at[row]) * inverse
   / t.size => / 1  # element
+  + eps => + 0.0  # eps is missing
+  jnp.sum(t * t) / t.size => jnp.sum(load(x_gmem.at[row, pl.ds(0, 1024)]) ** 2) / t.size  # element
   t * inverse * load(scale_gmem) * silu(load(gate_gmem.at[row])) => silu(load(gate_gmem.at[row])) * inverse * t
     * load(scale_gmem)  # Right.
 exercise-2
@@ -18,6 +20,7 @@ exercise-2
   2 * columns + => 0 +  # The sum is written too
   columns * bits // 8 => columns * 2  # one byte
   lambda columns, bits, fits: 7 * columns + 4  # is right
+  2 * 2 * columns * (1 if fits else 2) => 2 * columns * (2 if fits else 3)  # not their rounded sum
 exercise-3
   keep_if(row >= first_gmem[first], => keep_if(row >= 0,  # the rows before the part may be
   window = tuple(keep_if(continues, before) for before in window) => pass  # inside of a part
@@ -26,6 +29,8 @@ exercise-3
   keep_if(row >= first_gmem[first], => keep_if(row >= first,  # the rows before it are missing
   tuple(keep_if(continues, before) for before in window) => tuple(before * jnp.where(continues, 1.0, 0.0)
     for before in window)  # 0 times NaN
+  return keep_if(row >= first_gmem[first], x) => return x * jnp.where(row >= first_gmem[first], 1.0, 0.0)
+  pl.ds(TILE * lax.axis_index("tile"), TILE) => pl.ds(0, TILE)  # a race
   window = (*window, x) => window = (*(keep_if(start + j - k >= first_gmem[start + j], load(x_gmem.at[jnp.maximum(start
     + j - k, 0), mine], 4)) for k in (3, 2, 1)), x)  # in registers
 exercise-4
@@ -36,6 +41,10 @@ exercise-4
     # the state that it began with
   return jnp.concatenate([state, x[-num:]])[-num:] => return jnp.concatenate([state, x[-num:]])[-num:][::-1]
     # must be the last one
+  return jnp.concatenate([state, x[-num:]])[-num:] => return lax.scan(lambda s, row: (jnp.concatenate([s[1:],
+    row[None]]), None), state, x)[0]  # in a loop
+  return jnp.concatenate([state, x[-num:]])[-num:] => return jnp.concatenate([state,
+    x[-num:]])[-num:].astype(jnp.float16)  # float16
 """
 
 
