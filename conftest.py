@@ -160,16 +160,13 @@ def pytest_xdist_make_scheduler(config, log):
     return ByTest(config, log)
 
 
-FIRST = 2  # Tests of a file.
-
-
 def _keep_first_cases(config, items):
-    """Keeps the first case of the first tests of each file and of those of the compiler, of each test of lab, and
+    """Keeps the first case of the first test of each file and of those of the compiler, of each test of lab, and
     notebooks whole."""
     kept, names = [], {}
     for item in items:
         name, of_file = getattr(item, "originalname", None), names.setdefault(item.path, set())
-        is_wanted = len(of_file) < FIRST or "compile" in str(name) or item.path.parent.name == "lab"
+        is_wanted = not of_file or "compile" in str(name) or item.path.parent.name == "lab"
         if name is None or (name not in of_file and is_wanted):
             kept.append(item)
         of_file.add(name)
