@@ -192,6 +192,8 @@ class Case:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _draw(key, shape, dtype):
+    if jnp.issubdtype(dtype, jnp.unsignedinteger):  # Such as packed words.
+        return jax.random.bits(key, shape, dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         return jax.random.randint(key, shape, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max + 1, dtype)
     if jnp.dtype(dtype).itemsize == 1:

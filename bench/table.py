@@ -23,7 +23,7 @@ NOT_TIMED = {
 NOT_FUZZED = dict.fromkeys(
     ("blackwell.matmul", "blackwell.matmul_mxfp8", "blackwell.ragged_dot"),
     "a case may take two blocks, which the interpreter cannot pair",
-) | {"moe_mxfp4_weights": "its parts are: the routing of `moe`, and `ragged_dot_mxfp4_weights`"}
+)
 TOPICS = {"reduce_sum_leading": "reduce_sum", "attention_backward": "attention"}  # Samples that are called otherwise.
 COURSE = {"matmul_blocked", "matmul_wgmma", "matmul_pipelined"}  # Rungs, which are timed as peers of `matmul`.
 

@@ -211,10 +211,16 @@ def call_mxfp4(case, lhs, blocks, scales, group_sizes, group_offset=None):
 
 
 def mxfp4_reference(case, lhs, blocks, scales, group_sizes, group_offset=None):
+    return [grouped(case, lhs, widened(blocks, scales))]
+
+
+def widened(blocks, scales):
+    """The (G, K, N) weights of gpt-oss's blocks and scales."""
+    blocks, scales = (np.asarray(x).astype(np.uint8) for x in (blocks, scales))
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     values = np.concatenate([magnitudes, -magnitudes])[np.stack([blocks & 15, blocks >> 4], axis=-1)]
-    rhs = values.reshape(*scales.shape, 32) * 2.0 ** (scales.astype(np.float64)[..., None] - 127)
-    return [grouped(case, lhs, rhs.reshape(*scales.shape[:2], 32 * scales.shape[2]).swapaxes(1, 2))]
+    values = values.reshape(*scales.shape, 32) * 2.0 ** (scales.astype(np.float64)[..., None] - 127)
+    return values.reshape(*scales.shape[:2], 32 * scales.shape[2]).swapaxes(1, 2)
 
 
 # Sums along groups ---------------------------------------------------------------------------------------------------
@@ -298,6 +304,33 @@ def moe_reference(case, x, router_logits, w_gate_up, w_down, b_gate_up=None, b_d
     return [(out, (2.0**-6 if case["dtype"] == "bfloat16" else 2.0**-9) * size)]
 
 
+def draw_moe_mxfp4(draw: Draw) -> dict:
+    return draw_moe(draw) | dict(dtype="bfloat16", grad=False)
+
+
+def moe_mxfp4_arrays(case: dict, values: Values) -> dict:
+    given = moe_arrays(case, values)
+    for name, columns, k in (("gate_up", 2 * case["inner"], case["hidden"]), ("down", case["hidden"], case["inner"])):
+        shape, exponent = (case["count"], columns, -(-k // 32)), round(np.log2(3 * max(k, 1) ** 0.5))
+        given[f"w_{name}"] = values((*shape, 16), "int8", "huge").view(np.uint8)
+        given[f"{name}_scales"] = (values(shape, "int8", "huge") % 3 + 126 - exponent).astype(np.uint8)
+    return given
+
+
+def call_moe_mxfp4(case, w_gate_up, gate_up_scales, w_down, down_scales, **arrays):
+    how = {name: case[name] for name in ("top_k", "renormalize", "group_offset", "swiglu_limit")}
+    (gate_up, of_gate_up), (down, of_down) = (
+        cookbook.pack_mxfp4(*pair) for pair in ((w_gate_up, gate_up_scales), (w_down, down_scales))
+    )
+    weights = dict(w_gate_up=gate_up, gate_up_scales=of_gate_up, w_down=down, down_scales=of_down)
+    return (cookbook.moe_mxfp4_weights(**arrays, **weights, **how),)
+
+
+def moe_mxfp4_reference(case, w_gate_up, gate_up_scales, w_down, down_scales, **arrays):
+    gate_up = widened(w_gate_up, gate_up_scales)[:, : case["hidden"]]
+    return moe_reference(case, w_gate_up=gate_up, w_down=widened(w_down, down_scales)[:, : case["inner"]], **arrays)
+
+
 OPS = {
     "ragged_dot": Op(draw_ragged, ragged_arrays, call_ragged, ragged_reference, ragged_rule, ("lhs", "rhs")),
     "ragged_dot_fp8": Op(draw_fp8, fp8_arrays, call_fp8, fp8_reference),
@@ -313,4 +346,5 @@ OPS = {
     "moe": Op(
         draw_moe, moe_arrays, call_moe, moe_reference, gradients=("x", "router_logits", "w_gate_up", "w_down")
     ),
+    "moe_mxfp4_weights": Op(draw_moe_mxfp4, moe_mxfp4_arrays, call_moe_mxfp4, moe_mxfp4_reference),
 }  # fmt: skip

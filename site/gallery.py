@@ -36,7 +36,7 @@ def gallery_page(chapters) -> str:
 def _kernels():
     """(name, function) of each kernel that the package exports, in its order."""
     for name, value in vars(cookbook).items():
-        if inspect.isfunction(inspect.unwrap(value)) and not name.endswith("_reference") and not name.startswith("_"):
+        if name in cookbook.__all__ and inspect.isfunction(inspect.unwrap(value)):
             yield name, inspect.unwrap(value)
     for name in cookbook.blackwell.__all__:
         if hasattr(value := getattr(cookbook.blackwell, name), "Config"):
