@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-E2M1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # The codes 0 to 7; 8 to 15 are the same, negative.
-AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # Where in an int32 awq has the values of eight neighbouring outputs.
+from cookbook.gemm.dense.pack import AWQ_ORDER, E2M1_MAGNITUDES, NIBBLES, nibbles
+
 # Keys of a `quantization_config` that change no weight: how these were found, which kernels others run.
 IGNORED = set(
     """
@@ -164,7 +164,7 @@ def of_mxfp4(blocks, scales, *, dtype):
     """(E, K, N) weights of (E, N, K / 32, 16) bytes, the first of two values in the lower bits, and (E, N, K / 32)
     exponents, of which 127 stands for 1."""
     codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:3], 32)
-    table = jnp.asarray(np.concatenate([E2M1, -E2M1]))
+    table = jnp.array([*E2M1_MAGNITUDES, *(-x for x in E2M1_MAGNITUDES)], jnp.float32)
     values = jnp.ldexp(table[codes], scales.astype(jnp.int32)[..., None] - 127)
     return values.reshape(*blocks.shape[:2], -1).astype(dtype).mT
 
@@ -173,18 +173,18 @@ def of_mxfp4(blocks, scales, *, dtype):
 def of_gptq(qweight, qzeros, scales, groups, zero_offset, *, dtype):
     """(N, K) weights. Eight inputs share an int32 of `qweight`, eight outputs one of `qzeros`; the first of each in the
     lowest bits."""
-    values = jnp.swapaxes(_eight(qweight), 1, 2).reshape(-1, qweight.shape[1])
-    zeros = _eight(qzeros).reshape(scales.shape) + zero_offset
+    values = _integers(qweight.T, range(NIBBLES)).T
+    zeros = _integers(qzeros, range(NIBBLES)) + zero_offset
     return ((values - zeros[groups]) * scales.astype(jnp.float32)[groups]).astype(dtype).T
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def of_awq(qweight, qzeros, scales, groups, *, dtype):
     """(N, K) weights. Eight outputs share an int32, in the order of `AWQ_ORDER`."""
-    values, zeros = (_eight(x)[..., AWQ_ORDER].reshape(len(x), -1) for x in (qweight, qzeros))
+    values, zeros = (_integers(x, AWQ_ORDER) for x in (qweight, qzeros))
     return ((values - zeros[groups]) * scales.astype(jnp.float32)[groups]).astype(dtype).T
 
 
-def _eight(x):
-    """(..., 8) numbers from 0 to 15 of int32, those in the lowest bits first."""
-    return (x[..., None] >> (4 * jnp.arange(8, dtype=jnp.int32))) & 15
+def _integers(words, order):
+    """(rows, columns) integers from 0 to 15, eight columns in an int32 of `words`."""
+    return nibbles(words, order).reshape(len(words), -1).astype(jnp.int32)

@@ -8,7 +8,7 @@ from . import products
 BYTES_MAX = 2e9  # Logits and all else beside operands and results.
 SHARE = 0.95  # Share of the budget for blocks. The rest is for numbers per row, and for XLA.
 UNIT = 128  # Rows of a tile. A block of fewer wastes a part of it.
-# Blocks of rows of which each adds to d_weight, and is rounded: with more the sum would lose digits.
+# Blocks of rows at most: each adds to d_weight in 16 bits, and each addition rounds the sum.
 ROUNDED_MAX = 16
 SECONDS_PER_FLOP, SECONDS_PER_BYTE = 1 / 760e12, 1 / 4.2e12  # An H200's.
 

@@ -151,7 +151,7 @@ def _gradient(label_gmem, lse_gmem, a_gmem, b_gmem, x_gmem, g_gmem=None, *, plan
         last = gradient(last, column, plan.column(row, plan.last))
         store(plan.last, jnp.where(column < min(plan.cols, plan.in_pieces) - plan.last, last, 0.0))
         if ends:
-            wait_for_all_threads()  # They have stored the last piece. The ends take neighbours along, which are there.
+            wait_for_all_threads()  # They have stored the last piece. The ends overlap pieces, with the same values.
             store_ends([gradient(x, column, 0) for x, column in zip(of_ends, ends.columns(), strict=True)])
 
 

@@ -249,6 +249,7 @@ call = functools.partial(matmul_int4_weights, ones(8, 128))
         (lambda: matmul_mxfp4_weights(MX[0].astype(F16), *MX[1:]), "float16.*must be bfloat16"),
         (lambda: matmul_mxfp4_weights(*MX[:2], S), r"must be \(2, 16\) and uint16.*pack_mxfp4"),
         (lambda: cookbook.pack_int4(ones(16, 16)), "w has shape .* must be int8"),
+        (lambda: cookbook.pack_int4(9 - ones(16, 16, dtype=jnp.int8)), "integers from 8 to 8; must be from -8 to 7"),
         (lambda: cookbook.unpack_int4(W, 64), r"words.shape=\(16, 16\), k=64; must have 8 columns"),
         (lambda: cookbook.pack_mxfp4(ones(4, 2, 8, dtype=jnp.uint8), ones(4, 2, dtype=jnp.uint8)), "must be .*16"),
         (

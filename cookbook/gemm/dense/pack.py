@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights of 4 bits from checkpoints, in the words that the kernels read: done once, before anything is multiplied.
 
-`four_bits.py` says how they lie. Each function is made of array operations alone, so it runs anywhere, also inside
-`jax.jit`; pass NumPy arrays to leave the checkpoint on the host until then.
+`four_bits.py` says how they lie. Each function is made of array operations, so it runs anywhere, also inside `jax.jit`
+(but for `g_idx`, whose values are checked); pass NumPy arrays to leave the checkpoint on the host until then.
 """
 
 import jax
@@ -12,6 +12,7 @@ from ... import _host
 from .four_bits import E2M1_BIAS, MAGNITUDES, PAIRS, SIGNS, UNIT, VALUES, WORDS
 
 NIBBLES = 8  # Weights in a 32-bit word of a checkpoint.
+E2M1_MAGNITUDES = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0  # The codes 0 to 7; 8 to 15 are the same, negative.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # Which of 8 columns each nibble of a word holds, from the lowest one on.
 
 
@@ -19,17 +20,25 @@ def pack_int4(w: jax.Array) -> jax.Array:
     """Integers from -8 to 7 as `cookbook.matmul_int4_weights` reads them.
 
     Args:
-      w: (..., K, N); int8. The lowest four bits of other values count.
+      w: (..., K, N); int8, from -8 to 7. Inside `jax.jit` nobody can look: there the lowest four bits count.
 
     Returns:
       (..., N, 8 ceil(K / 64)); uint32. `cookbook.unpack_int4` is the inverse.
 
     Raises:
-      ValueError: a rank or dtype is not supported.
+      ValueError: a rank or dtype is not supported, or an integer has more than 4 bits.
     """
     w = _of_kind("pack_int4", "w", w, "int8", jnp.int8)
     if w.ndim < 2:
         raise ValueError(f"{_host.PACKAGE}.pack_int4: {w.shape=}; must be (..., K, N)")
+    if (
+        w.size
+        and not isinstance(w, jax.core.Tracer)
+        and not (-8 <= (low := int(w.min())) <= (high := int(w.max())) <= 7)
+    ):
+        raise ValueError(
+            f"{_host.PACKAGE}.pack_int4: w has integers from {low} to {high}; must be from -8 to 7: scale w"
+        )
     return _words((w.mT + 8).astype(jnp.uint8) & 15, _nibble)
 
 
@@ -75,7 +84,7 @@ def pack_int4_gptq(qweight, qzeros, scales, *, g_idx=None, zeros_less_one: bool 
                 f"{_host.PACKAGE}.{op}: g_idx must be None or arange({k}) // {k // len(scales)}, groups in order: sort "
                 "the rows of unpacked weights by it, and x's columns alike"
             )
-    values = _nibbles(qweight.T, range(NIBBLES)).reshape(n, k)
+    values = nibbles(qweight.T, range(NIBBLES)).reshape(n, k)
     return _words(values, _nibble), scales, (zeros + int(zeros_less_one)).astype(jnp.uint8)
 
 
@@ -97,7 +106,7 @@ def pack_int4_awq(qweight, qzeros, scales):
     qweight = _of_kind(op, "qweight", qweight, "int32", jnp.int32, 2)
     k, n = qweight.shape[0], qweight.shape[1] * NIBBLES
     zeros, scales = _of_groups(op, qzeros, scales, n, k, AWQ_ORDER)
-    return _words(_nibbles(qweight, AWQ_ORDER).reshape(k, n).T, _nibble), scales, zeros
+    return _words(nibbles(qweight, AWQ_ORDER).reshape(k, n).T, _nibble), scales, zeros
 
 
 def pack_mxfp4(blocks, scales):
@@ -168,7 +177,7 @@ def integers(words):
 
 def e2m1(words):
     """(..., rows, K) float32 values of (..., rows, words) of e2m1 values."""
-    magnitudes = jnp.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], jnp.float32)
+    magnitudes = jnp.array(E2M1_MAGNITUDES, jnp.float32)
 
     def taken(pair: int, halves):
         value = magnitudes[halves >> MAGNITUDES[pair] & 7]
@@ -177,7 +186,7 @@ def e2m1(words):
     return _units(words, taken)
 
 
-def _nibbles(words, order):
+def nibbles(words, order):
     """(..., 8) values of 4 bits of int32 words, of which nibble i holds number `order[i]`."""
     places = [4 * list(order).index(i) for i in range(NIBBLES)]
     return words[..., None].astype(jnp.uint32) >> jnp.array(places, jnp.uint32) & 15
@@ -192,7 +201,7 @@ def _of_groups(op: str, qzeros, scales, n: int, k: int, order):
         )
     if not len(scales) or k % len(scales):
         raise ValueError(f"{_host.PACKAGE}.{op}: {scales.shape=}; G must divide K, {k}")
-    return _nibbles(qzeros, order).reshape(scales.shape).astype(jnp.uint8), scales
+    return nibbles(qzeros, order).reshape(scales.shape).astype(jnp.uint8), scales
 
 
 def _of_kind(op: str, name: str, x, kind: str, dtype, rank: int | None = None):
