@@ -8,9 +8,10 @@ from . import products
 BYTES_MAX = 2e9  # Logits and all else beside operands and results.
 SHARE = 0.95  # Share of the budget for blocks. The rest is for numbers per row, and for XLA.
 UNIT = 128  # Rows of a tile. A block of fewer wastes a part of it.
-# Blocks of rows at most: each adds to d_weight in 16 bits, and each addition rounds the sum.
-ROUNDED_MAX = 16
-SECONDS_PER_FLOP, SECONDS_PER_BYTE = 1 / 760e12, 1 / 4.2e12  # An H200's.
+# Blocks of rows at most that add to d_weight in 16 bits, where each addition rounds the sum: if logits are computed
+# twice, and by default, where this has to pay.
+ROUNDED_MAX, ROUNDED_FEW, ROUNDED_GAIN = 16, 4, 1.03
+SECONDS_PER_BYTE = 1 / 4.2e12  # An H200's.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Blocks:
     # None: a block has whole rows of logits. Otherwise so many columns, a multiple of 128, of logits that are computed
     # a second time, for the gradients alone.
     cols: int | None = None
+    # Whole rows of logits: whether blocks add to d_weight where it lies, in 16 bits, or to float32 sums beside it.
+    rounded: bool = False
 
     def num(self, rows: int) -> int:
         return -(-rows // self.rows)
@@ -34,21 +37,14 @@ def blocks_of(rows: int, hidden: int, vocabulary: int, pitch: int, memory: str |
     """The blocks of (rows, vocabulary) logits, with 16 bits each, of rows of `hidden` values.
 
     By default: one if its logits take at most 2 GB, half of what they take in float32. Otherwise as many as keep 2 GB,
-    float32 sums of the weight's gradient included; or, where these leave no room, blocks of columns too. "low": blocks
-    of both that take a twentieth of the logits in float32. Which sizes are fastest, the cost model of gemm says.
+    float32 sums of the weight's gradient included, unless the result itself can hold the sums of a few larger blocks,
+    and this is faster; or, where there is no room for either, blocks of columns too. "low": blocks of both that take a
+    twentieth of the logits in float32. Which sizes are fastest, the cost model of gemm says.
     """
     if memory is None and 2 * rows * pitch <= BYTES_MAX:
         return Blocks(_up(rows, 8))
-    left = BYTES_MAX - 4 * vocabulary * hidden
-    most = int(left // (2 * pitch + 2 * hidden)) // UNIT * UNIT
-    if memory is None and most >= max(4 * UNIT, rows // 64):
-
-        def seconds(blocks: Blocks):
-            num = blocks.num(rows)
-            flops, nbytes = 6 * num * blocks.rows * hidden * vocabulary, 4 * (num - 1) * hidden * vocabulary
-            return flops * SECONDS_PER_FLOP + nbytes * SECONDS_PER_BYTE
-
-        return min(map(Blocks, _parts(rows, most)), key=seconds)
+    if memory is None and (found := _of_rows(rows, hidden, vocabulary, pitch, num_sms)):
+        return found
     budget = SHARE * (rows * vocabulary / 5 if memory == "low" else BYTES_MAX)
     found = []
     for num in range(1, ROUNDED_MAX + 1):
@@ -73,6 +69,31 @@ def blocks_of(rows: int, hidden: int, vocabulary: int, pitch: int, memory: str |
         return times * (all_logits + -(-pitch // cols) * (logits + d_weight + d_hidden) + added)
 
     return min(found, key=seconds_of_both)
+
+
+def _of_rows(rows: int, hidden: int, vocabulary: int, pitch: int, num_sms: int) -> Blocks | None:
+    """The fastest blocks of whole rows that take 2 GB, or None."""
+
+    def seconds(blocks: Blocks):
+        size, times = blocks.rows, blocks.num(rows)
+        logits = products.seconds((size, pitch, hidden), (False, False), num_sms)
+        d_weight = products.seconds((pitch, hidden, size), (True, True), num_sms, out_bytes=2 if blocks.rounded else 4)
+        d_hidden = products.seconds((size, hidden, pitch), (False, True), num_sms)
+        # An addition reads and writes a sum. float32 sums are read once more, and the result is written.
+        nbytes = 4 * (times - 1) if blocks.rounded else 8 * (times - 1) + 6
+        return times * (logits + d_weight + d_hidden) + nbytes * vocabulary * hidden * SECONDS_PER_BYTE
+
+    def fastest(rounded: bool):
+        sums = 0 if rounded else 4 * vocabulary * hidden
+        most = int((BYTES_MAX - sums) // (2 * pitch + 2 * hidden)) // UNIT * UNIT
+        sizes = _parts(rows, most) if most >= max(4 * UNIT, rows // 64) else []
+        found = [Blocks(size, rounded=rounded) for size in sizes]
+        return min((x for x in found if not rounded or x.num(rows) <= ROUNDED_FEW), key=seconds, default=None)
+
+    exact, rounded = fastest(False), fastest(True)
+    if exact is None or rounded is None:
+        return exact or rounded
+    return rounded if seconds(exact) > ROUNDED_GAIN * seconds(rounded) else exact
 
 
 def _parts(size: int, most: int) -> list[int]:

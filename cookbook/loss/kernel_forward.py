@@ -17,6 +17,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -24,8 +25,8 @@ from .. import _device, _host
 from ..gemm.kernel import kernel
 from ..gemm.launch import launch
 from ..gemm.plan import Plan
-from . import products
-from .kernel import IGNORED, LOWEST, capped, exp
+from . import marks, products
+from .kernel import IGNORED, LOG2_E, LOWEST, capped
 
 PIECE = 32  # Columns that are reduced at once, at most: more take more registers.
 
@@ -36,21 +37,31 @@ def _reduce(plan: Plan, out, place, stored, values, *, cols: int, soft_cap: floa
     (row, col), (rows, width) = place, values.shape
     size = math.gcd(width, PIECE)
     spread = lambda x: _device.spread(x, 0, (rows, size))
-    label = spread(_device.load(vectors["label"].at[pl.ds(row, rows)], plgpu.Layout.WGMMA.reduce(1)))
-    column = col + plgpu.broadcasted_iota(jnp.int32, (rows, size), 1, layout=plgpu.Layout.WGMMA)
-    starts = range(0, width, size)
-    logits = [capped(values[:, start : start + size], soft_cap) for start in starts]
-    or_else = lambda other: [
-        jnp.where(column + start < cols, x, other) for start, x in zip(starts, logits, strict=True)
-    ]
-    total = lambda pieces: functools.reduce(jnp.add, [jnp.sum(piece, axis=1) for piece in pieces])
-    sums = [total(or_else(0.0))] if o_gmem.shape[0] == 4 else []
-    pieces = or_else(-jnp.inf)
-    m_i = jnp.maximum(functools.reduce(jnp.maximum, [jnp.max(z, axis=1) for z in pieces]), LOWEST)
-    l_i = total([exp(z - spread(m_i)) for z in pieces])
-    is_label = [column + start == label for start in starts]
-    at_label = total([jnp.where(mine, z, 0.0) for mine, z in zip(is_label, pieces, strict=True)])
-    for i, value in enumerate([m_i, l_i, at_label, *sums]):
+    total = lambda pieces: jnp.sum(functools.reduce(jnp.add, pieces), axis=1)  # Each thread adds up its own first.
+    with_sum = o_gmem.shape[0] == 4
+
+    def numbers(is_marked: bool):
+        starts = range(0, width, size)
+        pieces = [capped(values[:, start : start + size], soft_cap) for start in starts]
+        where = lambda condition, other: [
+            jnp.where(condition(column + start), x, other) for start, x in zip(starts, pieces, strict=True)
+        ]
+        if is_marked:
+            column = col + plgpu.broadcasted_iota(jnp.int32, (rows, size), 1, layout=plgpu.Layout.WGMMA)
+            label = spread(_device.load(vectors["label"].at[pl.ds(row, rows)], _device.ROWS))
+        sums = [total(where(lambda column: column < cols, 0.0) if is_marked else pieces)] if with_sum else []
+        at_label = plgpu.layout_cast(jnp.zeros(rows, jnp.float32), _device.ROWS)
+        if is_marked:
+            pieces = where(lambda column: column < cols, -jnp.inf)
+            at_label = total(where(lambda column: column == label, 0.0))
+        m_i = jnp.maximum(jnp.max(functools.reduce(jnp.maximum, pieces), axis=1), LOWEST / 2)
+        scaled = spread(m_i * LOG2_E)  # One instruction scales a logit and subtracts this.
+        return m_i, total([jnp.exp2(z * LOG2_E - scaled) for z in pieces]), at_label, *sums
+
+    is_marked = marks.any_in(vectors["marks"], row, col, (rows, width))
+    of_all = numbers(False)  # While the mark arrives.
+    found = lax.cond(is_marked, lambda: numbers(True), lambda: of_all)
+    for i, value in enumerate(found):
         _device.store(o_gmem.at[i, _device.div(col, width), pl.ds(row, rows)], value)
 
 
@@ -62,7 +73,8 @@ def _launch(hidden, weight, label, plan: Plan, cols: int, soft_cap: float | None
     body = functools.partial(kernel, plan=plan, store_tile=reduce)
     run = launch(body, plan, [parts], dict(cluster=plan.tiles.clusters), plan.scratch, products.params())
     label = jnp.pad(label, (0, rows - len(label)), constant_values=IGNORED)
-    [(m_i, l_i, *sums)] = run(plan.a.pad(hidden), plan.b.pad(weight), dict(label=label))
+    vectors = dict(label=label, marks=marks.of_labels(label, width, cols))
+    [(m_i, l_i, *sums)] = run(plan.a.pad(hidden), plan.b.pad(weight), vectors)
     top = jnp.max(m_i, axis=0, keepdims=True)
     l_i = jnp.sum(l_i * jnp.exp(m_i - top), axis=0)
     return top[0], l_i, *(jnp.sum(x, axis=0) for x in sums)

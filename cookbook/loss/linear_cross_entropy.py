@@ -48,7 +48,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _host
-from . import kernel, kernel_forward, losses, products
+from . import kernel, kernel_forward, losses, marks, products
 from .blocks import Blocks, blocks_of
 from .cross_entropy import cross_entropy_reference
 from .losses import Options, Rows
@@ -102,7 +102,9 @@ def _over_rows(problem: Problem, block, *arrays):
     join = lambda x: x.reshape(-1, *x.shape[2:])
     # The first block is a call of its own: its sums need no zeros to be added to.
     sums, first = block(None, *(x[:size] for x in arrays))
-    sums, others = lax.scan(lambda sums, arrays: block(sums, *arrays), sums, [split(x[size:]) for x in arrays])
+    # XLA unrolls a scan of one step. No two blocks' logits are to be in memory.
+    sums, first, others = _host.apart((sums, first, [split(x[size:]) for x in arrays]))
+    sums, others = lax.scan(lambda sums, arrays: block(sums, *arrays), sums, others)
     return sums, [jnp.concatenate([x, join(more)])[:rows] for x, more in zip(first, others, strict=True)]
 
 
@@ -153,7 +155,7 @@ def _with_gradients(problem: Problem, hidden, weight, labels, d_loss, d_lse, sca
 def _by_rows(problem: Problem, hidden, weight, labels, d_loss, d_lse, scale):
     """((losses, lse, d_hidden), d_weight): three products."""
     target, transposed, vocabulary = problem.target, problem.transposed, problem.vocabulary
-    several = problem.blocks.num(len(labels)) > 1
+    dtype = jnp.float32 if problem.blocks.num(len(labels)) > 1 and not problem.blocks.rounded else hidden.dtype
 
     def block(sums, hidden, labels, d_loss, d_lse):
         rows = Rows.of_device(labels, problem.options, vocabulary)
@@ -161,7 +163,6 @@ def _by_rows(problem: Problem, hidden, weight, labels, d_loss, d_lse, scale):
         logits, loss, lse = _logits(problem, hidden, weight, rows)
         g = _gradient(problem, logits, rows.columns, lse, *rows.coefficients(lse, d_loss, d_lse), vocabulary)
         if sums is None:
-            dtype = jnp.float32 if several else None
             sums = products.d_weight(target, g, hidden, vocabulary, transposed, scale, dtype)
         else:
             sums = products.add_d_weight(target, sums, g, hidden, transposed, scale)
@@ -187,7 +188,8 @@ def _by_rows_and_columns(problem: Problem, hidden, weight, labels, d_loss, d_lse
         hidden = _without_ignored(hidden, rows)
         loss, lse = _loss_alone(problem, hidden, weight, rows)
         a, b = rows.coefficients(lse, d_loss, d_lse)
-        vectors = dict(label=rows.columns, lse=lse, a=gain * a, b=gain * b)
+        of_tiles = marks.of_labels(rows.columns, weight.shape[axis] + cols, vocabulary)
+        vectors = dict(label=rows.columns, lse=lse, a=gain * a, b=gain * b, marks=of_tiles)
 
         def part(i, carry):
             d_weight, sums = carry

@@ -131,22 +131,22 @@ def d_hidden(target: _host.Target, g, weight, transposed: bool, scale):
     return _product(target, g, weight, (g.shape[0], h, v), (False, not transposed), g.dtype, scale)
 
 
-def d_weight(target: _host.Target, g, hidden, vocabulary: int, transposed: bool, scale, out_dtype=None):
-    """(V, H), or (pitch, H) in float32, or `transposed` (H, pitch), times `scale`. float32 sums, which `add_d_weight`
-    goes on with, never vary over an axis of a mesh to JAX, which takes no Ref that does."""
-    out_dtype = jnp.dtype(out_dtype or g.dtype)
+def d_weight(target: _host.Target, g, hidden, vocabulary: int, transposed: bool, scale, out_dtype):
+    """(V, H), or (pitch, H) in float32, or `transposed` (H, pitch), times `scale`. `add_d_weight` may go on with it: it
+    never varies over an axis of a mesh to JAX, which takes no Ref that does."""
+    out_dtype = jnp.dtype(out_dtype)
     a, b, sizes = _of_d_weight(g, hidden, transposed)
     if out_dtype == g.dtype and vocabulary < g.shape[1] and not transposed:  # XLA would copy the rows that count.
         empty = lax.empty((vocabulary, hidden.shape[1]), out_dtype)
         of_rows = plan(target, a, b, sizes, (True, True), out_dtype, whole_tiles=True)
         return _launch_into(empty, a, b, dict(scale=scale.reshape(1)), of_rows, adds=False)
-    return _product(target, a, b, sizes, (True, True), out_dtype, scale, varies=out_dtype == g.dtype)
+    return _product(target, a, b, sizes, (True, True), out_dtype, scale, varies=False)
 
 
 def add_d_weight(target: _host.Target, sums, g, hidden, transposed: bool, scale):
-    """float32 `sums` of `d_weight`, in their place, with those of other rows."""
+    """`sums`, what `d_weight` returned, in their place, with those of other rows."""
     a, b, sizes = _of_d_weight(g, hidden, transposed)
-    of_sum = plan(target, a, b, sizes, (True, True), jnp.dtype(jnp.float32), whole_tiles=True)
+    of_sum = plan(target, a, b, sizes, (True, True), sums.dtype, whole_tiles=True)
     return _launch_into(sums, a, b, dict(scale=scale.reshape(1)), of_sum)
 
 
@@ -184,7 +184,7 @@ def _launch_gradient(hidden, weight, vectors, plan: Plan, part_of_b: int, cols: 
     # The same tanh.approx as in the loss alone, whose lse belongs to these logits.
     run = launch(body, plan, [g], dict(cluster=plan.tiles.clusters), plan.scratch, params())
     vectors = {
-        name: x if name == "first" else _host.pad_to_tiles(x, plan.tiles.cluster_tile[:1])
+        name: x if name in ("first", "marks") else _host.pad_to_tiles(x, plan.tiles.cluster_tile[:1])
         for name, x in vectors.items()
     }
     return run(plan.a.pad(hidden), plan.b.pad(weight), vectors)[0]

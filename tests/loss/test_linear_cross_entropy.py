@@ -28,6 +28,7 @@ ALL = dict(label_smoothing=0.1, z_loss=1e-2, logits_soft_cap=3.0)
 GRADIENT = {BF16: 4e-3, F16: 6e-4}
 LOSS = {BF16: 1e-3, F16: 1e-4}
 ONE, ROWS, BOTH = None, Blocks(8), Blocks(16, 128)  # Several blocks of rows; also of columns, the last ones shared.
+ROUNDED = Blocks(8, rounded=True)  # Four blocks at most by default.
 slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 
 
@@ -84,10 +85,12 @@ def check(operands, cotangents=1.0, **options):
         ((21, 64, 300), BF16, False, ONE, ALL),
         ((21, 72, 301), BF16, False, ROWS, {}),
         ((20, 128, 300), BF16, False, BOTH, ALL),
+        ((21, 64, 303), BF16, True, ROUNDED, ALL),
         ((21, 64, 303), BF16, True, BOTH, {}),
         ((3, 8, 1), BF16, False, ONE, {}),
         ((1, 64, 63), BF16, False, ONE, dict(reduction="sum")),
         slow((21, 64, 303), BF16, True, ONE, ALL),
+        slow((21, 72, 301), BF16, False, ROUNDED, {}),
         slow((21, 64, 300), BF16, True, ROWS, ALL),
         slow((8, 72, 301), BF16, False, BOTH, {}),
     ],
@@ -124,7 +127,7 @@ def test_all_rows_ignored():
     assert loss == 0 and not any(np.any(x) for x in gradients)
 
 
-@pytest.mark.parametrize("blocks", [ROWS, Blocks(8, 128)], ids=str)
+@pytest.mark.parametrize("blocks", [ROWS, Blocks(24, rounded=True), Blocks(8, 128)], ids=str)
 def test_sums_over_blocks(blocks, blocks_are):
     """In float32; or rounded after each of twelve blocks, which leaves them within the same error."""
     blocks_are(blocks)
@@ -182,8 +185,8 @@ def logits(target, hidden, weight, pitch, transposed):
 def d_hidden(target, g, weight, transposed, scale):
     return (scale * (g[:, :len(weight)] @ weight)).astype(g.dtype)
 
-def d_weight(target, g, hidden, vocabulary, transposed, scale, out_dtype=None):
-    return (scale * (g[:, :vocabulary].T @ hidden)).astype(out_dtype or g.dtype)
+def d_weight(target, g, hidden, vocabulary, transposed, scale, out_dtype):
+    return (scale * (g[:, :vocabulary].T @ hidden)).astype(out_dtype)
 
 def statistics_alone(target, hidden, weight, label, cols, pitch, transposed, soft_cap, with_sum):
     return statistics(logits(target, hidden, weight, pitch, transposed), label, cols, soft_cap, with_sum)
