@@ -183,7 +183,7 @@ def _by_rows_and_columns(problem: Problem, hidden, weight, labels, d_loss, d_lse
                off=o.label_smoothing / (vocabulary * o.num_parts))  # fmt: skip
     arrays = [_padded(problem, x, length - len(labels)) for x in (hidden, labels, d_loss, d_lse)]
 
-    def block(hidden, labels, d_loss, d_lse, d_weight):
+    def block(hidden, labels, d_loss, d_lse, d_weight, adds):
         rows = Rows.of_device(labels, o, vocabulary)
         hidden = _without_ignored(hidden, rows)
         loss, lse = _loss_alone(problem, hidden, weight, rows)
@@ -195,15 +195,15 @@ def _by_rows_and_columns(problem: Problem, hidden, weight, labels, d_loss, d_lse
             d_weight, sums = carry
             first = i * cols
             g = products.gradient_of_part(target, hidden, weight, first, cols, transposed, vectors, **how)
-            d_weight = products.add_d_weight_of_part(target, d_weight, g, hidden, first, transposed, scale, num > 1)
+            d_weight = products.add_d_weight_of_part(target, d_weight, g, hidden, first, transposed, scale, adds)
             return d_weight, products.add_d_hidden_of_part(target, sums, g, weight, first, transposed, scale)
 
-        sums = jnp.zeros(hidden.shape, jnp.float32)
+        sums = lax.empty(hidden.shape, jnp.float32)
         d_weight, sums = lax.fori_loop(0, -(-weight.shape[axis] // cols), part, (d_weight, sums))
         return (loss, lse, sums.astype(hidden.dtype)), d_weight
 
     if num == 1:
-        found, d_weight = block(*arrays, lax.empty(weight.shape, weight.dtype))
+        found, d_weight = block(*arrays, lax.empty(weight.shape, weight.dtype), False)
         return [x[: len(labels)] for x in found], d_weight
 
     def step(carry, i):
@@ -212,12 +212,13 @@ def _by_rows_and_columns(problem: Problem, hidden, weight, labels, d_loss, d_lse
         start = jnp.minimum(i * size, length - size)
         hidden, labels, d_loss, d_lse = (lax.dynamic_slice_in_dim(x, start, size) for x in arrays)
         is_new = start + jnp.arange(size) >= i * size
-        (*found, d_hidden), d_weight = block(hidden, jnp.where(is_new, labels, o.ignore_index), d_loss, d_lse, d_weight)
+        labels = jnp.where(is_new, labels, o.ignore_index)
+        (*found, d_hidden), d_weight = block(hidden, labels, d_loss, d_lse, d_weight, i > 0)
         old = lax.dynamic_slice_in_dim(all_d_hidden, start, size)
         d_hidden = jnp.where(is_new[:, None], d_hidden, old)
         return (lax.dynamic_update_slice_in_dim(all_d_hidden, d_hidden, start, 0), d_weight), found
 
-    empty = lax.empty(hidden.shape, hidden.dtype), jnp.zeros(weight.shape, weight.dtype)
+    empty = lax.empty(hidden.shape, hidden.dtype), lax.empty(weight.shape, weight.dtype)
     (d_hidden, d_weight), found = lax.scan(step, empty, jnp.arange(num))
     last = length - (num - 1) * size
     loss, lse = (jnp.concatenate([x[:-1].reshape(-1), x[-1, size - last :]]) for x in found)

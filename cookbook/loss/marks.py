@@ -25,7 +25,7 @@ def of_labels(label, cols: int, vocabulary: int):
 
 
 def any_in(marks_gmem, row, col, shape: tuple[int, int]):
-    """Whether a tile of `shape` at `row` and `col` has a mark; `col` is a multiple of its columns, and 128 times any."""
+    """Whether a tile of `shape` at `row` and `col` has a mark; `col` is a multiple of its columns, and 128s."""
     rows, cols = shape
     last = (COLUMNS - math.gcd(cols, COLUMNS) + cols - 1) // COLUMNS  # Of a tile that begins as late as it may.
     row, col = _device.div(row, ROWS), _device.div(col, COLUMNS)

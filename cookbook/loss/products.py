@@ -72,16 +72,22 @@ def params():
 
 
 def _add(plan: Plan, out, place, stored, values):
-    """A compute warpgroup: as `store` of `gemm/kernel.py`, but TMA adds the pieces to o. The interpreter reads it."""
+    """A compute warpgroup: as `store` of `gemm/kernel.py`, but TMA adds the pieces to o, unless "adds" is 0: then o
+    holds nothing yet. The interpreter reads it."""
     vectors, o_gmem, o_smem = out
     (row, col), (height, width), role = place, plan.store_piece, jax.lax.axis_index("role")
+    adds = vectors["adds"][0] > 0
     for number, (i, j) in enumerate(plan.store_pieces):
         target = target_of_piece(plan, o_gmem, row + i, col + j)
         piece_smem, piece_tma = slot_of_piece(plan, o_smem, role, stored + number)
         piece = (values[i : i + height, j : j + width] * vectors["scale"][0]).astype(plan.out_dtype)
-        piece_smem[...] = piece + _device.load(target, plgpu.Layout.WGMMA) if plan.interpreted else piece
+        if plan.interpreted:
+            piece = piece + jnp.where(adds, _device.load(target, plgpu.Layout.WGMMA), jnp.zeros((), plan.out_dtype))
+        piece_smem[...] = piece
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(piece_tma, target, reduction_op=None if plan.interpreted else "add")
+        send = functools.partial(plgpu.copy_smem_to_gmem, piece_tma, target)
+        pl.when(adds & (not plan.interpreted))(functools.partial(send, reduction_op="add"))
+        pl.when(~adds | plan.interpreted)(send)
 
 
 def _of_part(a_gmem, b_gmem, vectors, o_gmem, *, plan: Plan, part_of_b: int | None, part_of_o: int | None, size: int,
@@ -147,12 +153,16 @@ def add_d_weight(target: _host.Target, sums, g, hidden, transposed: bool, scale)
     """`sums`, what `d_weight` returned, in their place, with those of other rows."""
     a, b, sizes = _of_d_weight(g, hidden, transposed)
     of_sum = plan(target, a, b, sizes, (True, True), sums.dtype, whole_tiles=True)
-    return _launch_into(sums, a, b, dict(scale=scale.reshape(1)), of_sum)
+    return _launch_into(sums, a, b, dict(scale=scale.reshape(1), adds=_flag(True)), of_sum)
 
 
 def _of_d_weight(g, hidden, transposed: bool):
     a, b = (hidden, g) if transposed else (g, hidden)
     return a, b, (a.shape[1], b.shape[1], len(a))
+
+
+def _flag(value):
+    return jnp.full(1, value, jnp.int32)
 
 
 def _part_of(first, **vectors):
@@ -190,18 +200,21 @@ def _launch_gradient(hidden, weight, vectors, plan: Plan, part_of_b: int, cols: 
     return run(plan.a.pad(hidden), plan.b.pad(weight), vectors)[0]
 
 
-def add_d_weight_of_part(target: _host.Target, d_weight, g, hidden, first, transposed: bool, scale, adds: bool):
-    """`d_weight`, in its place, with the products of `g` stored from `first` on; or added, each sum being rounded."""
+def add_d_weight_of_part(target: _host.Target, d_weight, g, hidden, first, transposed: bool, scale, adds):
+    """`d_weight`, in its place, with the products of `g` stored from `first` on, or added, each sum being rounded, if
+    `adds`, which may be traced."""
     a, b, sizes = _of_d_weight(g, hidden, transposed)
     of_part = plan(target, a, b, sizes, (True, True), d_weight.dtype, whole_tiles=True)
-    vectors = _part_of(first, scale=scale.reshape(1))
-    return _launch_into(d_weight, a, b, vectors, of_part, part_of_o=int(transposed), size=g.shape[1], adds=adds)
+    vectors = _part_of(first, scale=scale.reshape(1)) | (dict(adds=_flag(adds)) if adds is not False else {})
+    how = dict(part_of_o=int(transposed), size=g.shape[1], adds=adds is not False)
+    return _launch_into(d_weight, a, b, vectors, of_part, **how)
 
 
 def add_d_hidden_of_part(target: _host.Target, sums, g, weight, first, transposed: bool, scale):
-    """float32 `sums` of `d_hidden`, in their place, with those of these columns of the vocabulary."""
+    """float32 `sums` of `d_hidden`, in their place, with those of these columns of the vocabulary. The first ones are
+    stored."""
     k = g.shape[1] if transposed else _nominal(g.shape[1], len(weight), 8)
     sizes, float32 = (*sums.shape, k), jnp.dtype(jnp.float32)
     of_part = plan(target, g, weight, sizes, (False, not transposed), float32, whole_tiles=True)
-    vectors = _part_of(first, scale=scale.reshape(1))
+    vectors = _part_of(first, scale=scale.reshape(1), adds=_flag(first > 0))
     return _launch_into(sums, g, weight, vectors, of_part, part_of_b=int(transposed), size=g.shape[1])

@@ -201,12 +201,12 @@ def gradient_of_part(target, hidden, weight, first, cols, transposed, vectors, *
 def add_d_weight_of_part(target, d_weight, g, hidden, first, transposed, scale, adds):
     new = (scale * (g.T @ hidden)).astype(d_weight.dtype)
     full = jnp.pad(d_weight, ((0, len(new)), (0, 0)))
-    old = jax.lax.dynamic_slice_in_dim(full, first, len(new)) if adds else 0
-    return jax.lax.dynamic_update_slice_in_dim(full, old + new, first, 0)[: len(d_weight)]
+    old = jax.lax.dynamic_slice_in_dim(full, first, len(new))
+    return jax.lax.dynamic_update_slice_in_dim(full, jnp.where(adds, old, 0) + new, first, 0)[: len(d_weight)]
 
 def add_d_hidden_of_part(target, sums, g, weight, first, transposed, scale):
     part = jax.lax.dynamic_slice_in_dim(jnp.pad(weight, ((0, g.shape[1]), (0, 0))), first, g.shape[1])
-    return sums + scale * (g.astype(F32) @ part.astype(F32))
+    return jnp.where(first > 0, sums, 0) + scale * (g.astype(F32) @ part.astype(F32))
 
 kernel.statistics, kernel.gradient, kernel_forward.statistics = statistics, gradient, statistics_alone
 products.logits, products.d_hidden, products.d_weight = logits, d_hidden, d_weight
