@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
-from ..gemm.kernel import kernel
+from ..gemm.kernel import kernel, store
 from ..gemm.launch import launch
 from ..gemm.plan import Plan
 from . import marks, products
@@ -42,7 +42,7 @@ def _reduce(plan: Plan, out, place, stored, values, *, cols: int, soft_cap: floa
 
     def numbers(is_marked: bool):
         starts = range(0, width, size)
-        pieces = [capped(values[:, start : start + size], soft_cap) for start in starts]
+        pieces = [capped(values[:, start : start + size].astype(jnp.float32), soft_cap) for start in starts]
         where = lambda condition, other: [
             jnp.where(condition(column + start), x, other) for start, x in zip(starts, pieces, strict=True)
         ]
@@ -65,27 +65,49 @@ def _reduce(plan: Plan, out, place, stored, values, *, cols: int, soft_cap: floa
         _device.store(o_gmem.at[i, _device.div(col, width), pl.ds(row, rows)], value)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "cols", "soft_cap", "with_sum"))
-def _launch(hidden, weight, label, plan: Plan, cols: int, soft_cap: float | None, with_sum: bool):
+def _store_and_reduce(a_gmem, b_gmem, vectors, o_gmem, parts_gmem, *, plan: Plan, cols: int, soft_cap: float | None,
+                      **scratch):  # fmt: skip
+    """The kernel of gemm, which stores logits and reduces them too, as they are stored."""
+
+    def store_tile(plan, out, place, stored, values):
+        values = values.astype(plan.out_dtype)
+        store(plan, out, place, stored, values)
+        _reduce(plan, (vectors, parts_gmem, None), place, stored, values, cols=cols, soft_cap=soft_cap)
+
+    kernel(a_gmem, b_gmem, {}, o_gmem, plan=plan, store_tile=store_tile, **scratch)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "cols", "soft_cap", "with_sum", "stores"))
+def _launch(hidden, weight, label, plan: Plan, cols: int, soft_cap: float | None, with_sum: bool, stores: bool):
+    """(The numbers of the rows, an array of each; logits, if it `stores` them.)"""
     rows, width = _host.padded_shape((plan.tiles.m, plan.tiles.n), plan.tiles.cluster_tile)
     parts = jax.ShapeDtypeStruct((3 + with_sum, width // plan.compute_tile[1], rows), jnp.float32)
-    reduce = functools.partial(_reduce, cols=cols, soft_cap=soft_cap)
-    body = functools.partial(kernel, plan=plan, store_tile=reduce)
-    run = launch(body, plan, [parts], dict(cluster=plan.tiles.clusters), plan.scratch, products.params())
-    label = jnp.pad(label, (0, rows - len(label)), constant_values=IGNORED)
-    vectors = dict(label=label, marks=marks.of_labels(label, width, cols))
-    [(m_i, l_i, *sums)] = run(plan.a.pad(hidden), plan.b.pad(weight), vectors)
+    how = dict(cols=cols, soft_cap=soft_cap)
+    if stores:
+        body, out = functools.partial(_store_and_reduce, plan=plan, **how), [(plan.tiles.m, plan.tiles.n)]
+    else:
+        body, out = functools.partial(kernel, plan=plan, store_tile=functools.partial(_reduce, **how)), []
+    out = [*(jax.ShapeDtypeStruct(shape, plan.out_dtype) for shape in out), parts]
+    run = launch(body, plan, out, dict(cluster=plan.tiles.clusters), plan.scratch, products.params(), not stores)
+    padded = jnp.pad(label, (0, rows - len(label)), constant_values=IGNORED)
+    vectors = dict(label=padded, marks=marks.of_labels(padded, width, cols))
+    *logits, parts = run(plan.a.pad(hidden), plan.b.pad(weight), vectors)
+    m_i, l_i, *sums = parts
     top = jnp.max(m_i, axis=0, keepdims=True)
     l_i = jnp.sum(l_i * jnp.exp(m_i - top), axis=0)
-    return top[0], l_i, *(jnp.sum(x, axis=0) for x in sums)
+    found = top[0], l_i, *(jnp.sum(x, axis=0) for x in sums)
+    ignored = (0.0, 1.0, 0.0, 0.0)
+    found = [jnp.where(label == IGNORED, value, x[: len(label)]) for value, x in zip(ignored, found, strict=False)]
+    return found, logits
 
 
 def statistics(target: _host.Target, hidden, weight, label, cols: int, pitch: int, transposed: bool,
-               soft_cap: float | None, with_sum: bool):  # fmt: skip
-    """As `kernel.statistics` of the logits `hidden @ weight.T`, in float32, of which `cols` columns count."""
+               soft_cap: float | None, with_sum: bool, stores: bool = False):  # fmt: skip
+    """As `kernel.statistics` of the logits `hidden @ weight.T`, in float32, of which `cols` columns count; and, if it
+    `stores` them, the logits, of 16 bits, which to JAX never vary over an axis of a mesh: the gradient may take their
+    place. Then the numbers are of these."""
     sizes = len(hidden), pitch, hidden.shape[1]
     plan = products.plan(target, hidden, weight, sizes, (False, transposed), hidden.dtype, whole_tiles=True)
-    found = _launch(hidden, weight, label, plan, cols, soft_cap, with_sum)
-    ignored = (0.0, 1.0, 0.0, 0.0)
-    found = [jnp.where(label == IGNORED, value, x[: len(label)]) for value, x in zip(ignored, found, strict=False)]
-    return (*found, None)[:4]
+    found, logits = _launch(hidden, weight, label, plan, cols, soft_cap, with_sum, stores)
+    found = (*(_host.alike(x, label)[0] for x in found), None)[:4]
+    return (*logits, found) if stores else found

@@ -108,6 +108,16 @@ def _over_rows(problem: Problem, block, *arrays):
     return sums, [jnp.concatenate([x, join(more)])[:rows] for x, more in zip(first, others, strict=True)]
 
 
+def _fused_logits(problem: Problem, hidden, weight, rows: Rows):
+    """(Logits, losses, lse) of these rows."""
+    o = problem.options
+    logits, found = kernel_forward.statistics(
+        problem.target, hidden, weight, rows.columns, problem.vocabulary, problem.pitch, problem.transposed, o.soft_cap,
+        o.label_smoothing > 0, stores=True,
+    )  # fmt: skip
+    return logits, *rows.losses(*found)
+
+
 def _logits(problem: Problem, hidden, weight, rows: Rows):
     """(Logits, losses, lse) of these rows."""
     o = problem.options
