@@ -15,7 +15,7 @@ import pytest
 import cookbook
 import lab
 from cookbook import linear_cross_entropy
-from cookbook.loss import losses, products
+from cookbook.loss import losses, marks, products
 from cookbook.loss.blocks import Blocks
 from tests.arrays import array
 from tests.loss import exact
@@ -326,13 +326,14 @@ def test_check_labels():
         ("_part_of", lambda first, **vectors: dict(first=jnp.zeros(1, jnp.int32), **vectors), BOTH),
         ("add_d_hidden_of_part", lambda target, sums, *others: sums, BOTH),
         ("add_d_weight_of_part", lambda *args: add_d_weight_of_part(*args[:-1], False), BOTH),
+        ("any_in", lambda *_: jnp.bool_(False), BOTH),
         ("none", None, ROWS),
         ("none", None, BOTH),
     ],
 )
 def test_a_mutant_is_caught(name, wrong, blocks, run_only, monkeypatch, blocks_are):
     """NaN of rows that are ignored; the first block's sums alone; a mean that is a sum; the first columns instead of
-    others; the last block's sums alone."""
+    others; the last block's sums alone; no label."""
     blocks_are(blocks)
     jax.clear_caches()
     hidden, weight, labels = problem(93, 8, 40) if blocks is ROWS else problem(20, 8, 200)
@@ -340,7 +341,7 @@ def test_a_mutant_is_caught(name, wrong, blocks, run_only, monkeypatch, blocks_a
     if wrong is None:
         check(operands)
         return
-    monkeypatch.setattr(op if hasattr(op, name) else products, name, wrong)
+    monkeypatch.setattr(next(module for module in (op, products, marks) if hasattr(module, name)), name, wrong)
     with pytest.raises(AssertionError):
         check(operands)
     jax.clear_caches()

@@ -11,7 +11,7 @@ import pytest
 import lab
 from cookbook import _host, cross_entropy, linear_cross_entropy
 from cookbook._device import WARPGROUP
-from cookbook.loss import blocks, kernel, products
+from cookbook.loss import blocks, kernel, marks, products
 from cookbook.loss.plan import GROUP
 from lab.toolchain import claim_architecture, device, gpu_facts
 from tests.lowering import H200, lowered
@@ -142,8 +142,10 @@ def test_low_memory_spills_no_registers_and_copies_no_part(size, options):
     assert len(compiled.kernels) == 4 and compiled.spill_bytes == 0
 
 
-def test_sums_of_the_weights_gradient_spill_no_registers():
-    compiled = lab.compile_for("h200", of_products(), *operands(16384, 2048, 151936))
+@pytest.mark.parametrize("rows, rounded", [(16384, True), slow(32768, False)])
+def test_sums_of_the_weights_gradient_spill_no_registers(rows, rounded):
+    assert blocks.blocks_of(rows, 2048, 151936, 151936, None, 132).rounded == rounded
+    compiled = lab.compile_for("h200", of_products(), *operands(rows, 2048, 151936))
     assert len(compiled.kernels) == 6 and compiled.spill_bytes == 0  # Two per row, and of products one that adds.
 
 
@@ -182,4 +184,22 @@ def test_blocks_keep_to_their_bytes():
                 nbytes = found.rows * (2 * found.cols + 6 * hidden)
                 assert nbytes <= allowed or found.cols <= 8 * blocks.UNIT
             if memory is None and found.cols is None:
-                assert found.rows <= blocks.UNIT or 2 * min(found.rows, rows) * pitch <= blocks.BYTES_MAX
+                sums = 4 * vocabulary * hidden * (found.num(rows) > 1 and not found.rounded)
+                assert found.rows <= blocks.UNIT or 2 * min(found.rows, rows) * pitch + sums <= blocks.BYTES_MAX
+            assert not found.rounded or 1 < found.num(rows) <= blocks.ROUNDED_FEW
+
+
+def test_every_label_and_the_end_of_the_vocabulary_have_a_mark():
+    """In tiles of every width, which begin where a part of the vocabulary does. Few others have one."""
+    rng = np.random.default_rng(0)
+    rows, vocabulary = 300, 50_000
+    label = rng.integers(-2, vocabulary, rows)
+    table = np.asarray(marks.of_labels(jnp.asarray(label), 51_200, vocabulary))
+    for (height, width), first in itertools.product([(64, 256), (128, 128), (64, 224), (64, 96)], (0, 1280)):
+        found, places = 0, list(itertools.product(range(0, rows, height), range(first, vocabulary + width, width)))
+        for row, col in places:
+            inside = (label[row : row + height] >= col) & (label[row : row + height] < col + width)
+            is_marked = bool(marks.any_in(table, row, col, (height, width)))
+            assert is_marked or not (inside.any() or col + width > vocabulary)
+            found += is_marked
+        assert found < len(places) / 2
