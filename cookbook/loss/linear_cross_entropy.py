@@ -18,8 +18,9 @@ needs none of this: `kernel_forward.py` reduces the logits where they are comput
                           d_hidden = g @ weight                        product 3
 
 The gradients are computed with the loss, when the logits are there, if they are known but for a factor: for a "mean"
-and a "sum", without `return_lse`. Otherwise the backward pass computes the logits again. The sums of d_weight over
-blocks of rows are float32, and the product adds to them where they lie.
+and a "sum", without `return_lse`. Otherwise the backward pass computes the logits again. The product adds to d_weight
+where it lies: to float32 sums of all blocks of rows; or, where this is faster, to the result itself, in 16 bits. There
+are at most four blocks then, larger ones, because no sums take their room.
 
 With memory="low", or where such sums leave no room, logits are never stored, and computed twice: four products. Blocks
 are of rows and of columns:
@@ -331,9 +332,10 @@ def linear_cross_entropy(
       z_loss: what lse**2 is multiplied by before it is added to the loss of each row, 0 or more.
       logits_soft_cap: logits become `cap * tanh(logits / cap)`; None for no cap.
       return_lse: also return the logarithm of the sum of the exponentials of each row's logits; 0 if it is ignored.
-      memory: None: logits take at most 2 GB, in most cases with three products forward and backward. "low": all that is
-        kept beside operands and results is about a twentieth of the logits in float32, with four products. The weight's
-        gradient is rounded a few times more then. Compiled for Hopper; not run on a GPU yet.
+      memory: None: logits take at most 2 GB, in most cases with three products forward and backward. Where they would
+        take more, the weight's gradient may be rounded up to three times more. "low": all that is kept beside operands
+        and results is about a twentieth of the logits in float32, with four products. The weight's gradient may be
+        rounded up to 15 times more then.
       axis_name: axis of a mesh of `jax.shard_map` over which the vocabulary is sharded, in order: V is then that of a
         device, labels are those of all, and each device has all rows, of which it gets the whole loss. Or several axes.
 

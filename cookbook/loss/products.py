@@ -3,7 +3,7 @@
 
     logits = hidden @ weight^T          (rows, H), (V, H)  ->  (rows, pitch)
     d_hidden = g @ weight               (rows, pitch), (V, H)  ->  (rows, H)
-    d_weight = g^T @ hidden             (rows, pitch), (rows, H)  ->  (V, H), or added to float32 sums of this shape
+    d_weight = g^T @ hidden             (rows, pitch), (rows, H)  ->  (V, H), or added to sums of this shape
 
 The logits have `pitch` columns, at least V, so that TMA can read rows of any vocabulary; what is beyond V holds nothing
 that counts before the gradient writes zeros there. With `transposed` the weight, and its gradient, is (H, V).
