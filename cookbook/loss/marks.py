@@ -25,9 +25,9 @@ def of_labels(label, cols: int, vocabulary: int):
 
 
 def any_in(marks_gmem, row, col, shape: tuple[int, int]):
-    """Whether a tile of `shape` at `row` and `col` has a mark; `col` is a multiple of its columns, and 128s."""
+    """Whether a tile of `shape` at `row` and `col` has a mark. `col`: a multiple of 128 and one of the tile's columns."""
     rows, cols = shape
-    last = (COLUMNS - math.gcd(cols, COLUMNS) + cols - 1) // COLUMNS  # Of a tile that begins as late as it may.
+    last = (COLUMNS - math.gcd(cols, COLUMNS) + cols - 1) // COLUMNS  # The last mark, if it begins as late as it may.
     row, col = _device.div(row, ROWS), _device.div(col, COLUMNS)
     found = [marks_gmem[row + i, col + j] for i in range(-(-rows // ROWS)) for j in range(last + 1)]
     return sum(found[1:], found[0]) > 0
