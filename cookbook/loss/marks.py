@@ -25,7 +25,7 @@ def of_labels(label, cols: int, vocabulary: int):
 
 
 def any_in(marks_gmem, row, col, shape: tuple[int, int]):
-    """Whether a tile of `shape` at `row` and `col` has a mark. `col`: a multiple of 128 and one of the tile's columns."""
+    """Whether a tile of `shape` at `row` and `col` has a mark. `col`: 128s and columns of tiles."""
     rows, cols = shape
     last = (COLUMNS - math.gcd(cols, COLUMNS) + cols - 1) // COLUMNS  # The last mark, if it begins as late as it may.
     row, col = _device.div(row, ROWS), _device.div(col, COLUMNS)
