@@ -18,16 +18,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _device
 from ..gemm.kernel import slot_of_piece, target_of_piece
 from ..gemm.plan import Plan
-from . import marks
-from .kernel import LOG2_E, capped
+from .kernel import capped, exp
 
 
 def store_gradient(plan: Plan, out, place, stored, values, *, vocabulary: int, soft_cap: float | None, on: float,
                    off: float):  # fmt: skip
     """A compute warpgroup: the gradient of its share of a tile, in the place of gemm's `store`.
 
-    `vectors` hold, for each row, "label" as in `kernel.py`, "lse", "a" and "b"; "first", the column of the vocabulary
-    that is o's first one; and "marks", those of `marks.py`. From column `vocabulary` on there are zeros.
+    `vectors` hold, for each row, "label" as in `kernel.py`, "lse", "a" and "b"; and "first", the column of the
+    vocabulary that is o's first one. From column `vocabulary` on there are zeros.
     """
     vectors, o_gmem, o_smem = out
     (row, col), (height, width), role = place, plan.store_piece, jax.lax.axis_index("role")
@@ -35,27 +34,17 @@ def store_gradient(plan: Plan, out, place, stored, values, *, vocabulary: int, s
     load = lambda name, i: _device.load(vectors[name].at[pl.ds(row + i, height)], _device.ROWS)
     of_rows = {i: {name: load(name, i) for name in ("label", "lse", "a", "b")} for i, _ in plan.store_pieces}
     spread = lambda x: _device.spread(x, 0, (height, width))
-
-    def store(is_marked: bool):
-        for number, (i, j) in enumerate(plan.store_pieces):
-            label, lse, a, b = (of_rows[i][name] for name in ("label", "lse", "a", "b"))
-            z = capped(values[i : i + height, j : j + width], soft_cap)
-            g = spread(a) * jnp.exp2(z * LOG2_E - spread(lse * LOG2_E))
-            if is_marked:
-                column = first + j + _device.indices((height, width))[1]
-                g = g - jnp.where(column == spread(label), spread(b * (on + off)), spread(b * off))
-            elif off:
-                g = g - spread(b * off)
-            if soft_cap is not None:
-                ratio = z * (1 / soft_cap)
-                g = g * (1.0 - ratio * ratio)
-            if is_marked:
-                g = jnp.where(column < vocabulary, g, 0.0)
-            piece_smem, piece_tma = slot_of_piece(plan, o_smem, role, stored + number)
-            piece_smem[...] = g.astype(plan.out_dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(piece_tma, target_of_piece(plan, o_gmem, row + i, col + j))
-
-    is_marked = marks.any_in(vectors["marks"], row, first, values.shape)
-    pl.when(is_marked)(lambda: store(True))
-    pl.when(~is_marked)(lambda: store(False))
+    for number, (i, j) in enumerate(plan.store_pieces):
+        label, lse, a, b = (of_rows[i][name] for name in ("label", "lse", "a", "b"))
+        z = capped(values[i : i + height, j : j + width], soft_cap)
+        column = first + j + _device.indices((height, width))[1]
+        g = spread(a) * exp(z - spread(lse))
+        g = g - jnp.where(column == spread(label), spread(b * (on + off)), spread(b * off))
+        if soft_cap is not None:
+            ratio = z * (1 / soft_cap)
+            g = g * (1.0 - ratio * ratio)
+        g = jnp.where(column < vocabulary, g, 0.0)
+        piece_smem, piece_tma = slot_of_piece(plan, o_smem, role, stored + number)
+        piece_smem[...] = g.astype(plan.out_dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(piece_tma, target_of_piece(plan, o_gmem, row + i, col + j))

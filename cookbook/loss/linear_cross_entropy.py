@@ -49,7 +49,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _host
-from . import kernel, kernel_forward, losses, marks, products
+from . import kernel, kernel_forward, losses, products
 from .blocks import Blocks, blocks_of
 from .cross_entropy import cross_entropy_reference
 from .losses import Options, Rows
@@ -107,16 +107,6 @@ def _over_rows(problem: Problem, block, *arrays):
     sums, first, others = _host.apart((sums, first, [split(x[size:]) for x in arrays]))
     sums, others = lax.scan(lambda sums, arrays: block(sums, *arrays), sums, others)
     return sums, [jnp.concatenate([x, join(more)])[:rows] for x, more in zip(first, others, strict=True)]
-
-
-def _fused_logits(problem: Problem, hidden, weight, rows: Rows):
-    """(Logits, losses, lse) of these rows."""
-    o = problem.options
-    logits, found = kernel_forward.statistics(
-        problem.target, hidden, weight, rows.columns, problem.vocabulary, problem.pitch, problem.transposed, o.soft_cap,
-        o.label_smoothing > 0, stores=True,
-    )  # fmt: skip
-    return logits, *rows.losses(*found)
 
 
 def _logits(problem: Problem, hidden, weight, rows: Rows):
@@ -199,8 +189,7 @@ def _by_rows_and_columns(problem: Problem, hidden, weight, labels, d_loss, d_lse
         hidden = _without_ignored(hidden, rows)
         loss, lse = _loss_alone(problem, hidden, weight, rows)
         a, b = rows.coefficients(lse, d_loss, d_lse)
-        of_tiles = marks.of_labels(rows.columns, weight.shape[axis] + cols, vocabulary)
-        vectors = dict(label=rows.columns, lse=lse, a=gain * a, b=gain * b, marks=of_tiles)
+        vectors = dict(label=rows.columns, lse=lse, a=gain * a, b=gain * b)
 
         def part(i, carry):
             d_weight, sums = carry

@@ -194,7 +194,7 @@ def _launch_gradient(hidden, weight, vectors, plan: Plan, part_of_b: int, cols: 
     # The same tanh.approx as in the loss alone, whose lse belongs to these logits.
     run = launch(body, plan, [g], dict(cluster=plan.tiles.clusters), plan.scratch, params())
     vectors = {
-        name: x if name in ("first", "marks") else _host.pad_to_tiles(x, plan.tiles.cluster_tile[:1])
+        name: x if name == "first" else _host.pad_to_tiles(x, plan.tiles.cluster_tile[:1])
         for name, x in vectors.items()
     }
     return run(plan.a.pad(hidden), plan.b.pad(weight), vectors)[0]

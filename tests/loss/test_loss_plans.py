@@ -11,7 +11,7 @@ import pytest
 import lab
 from cookbook import _host, cross_entropy, linear_cross_entropy
 from cookbook._device import WARPGROUP
-from cookbook.loss import blocks, kernel, marks, products
+from cookbook.loss import blocks, kernel, products
 from cookbook.loss.plan import GROUP
 from lab.toolchain import claim_architecture, device, gpu_facts
 from tests.lowering import H200, lowered
@@ -187,19 +187,3 @@ def test_blocks_keep_to_their_bytes():
                 sums = 4 * vocabulary * hidden * (found.num(rows) > 1 and not found.rounded)
                 assert found.rows <= blocks.UNIT or 2 * min(found.rows, rows) * pitch + sums <= blocks.BYTES_MAX
             assert not found.rounded or 1 < found.num(rows) <= blocks.ROUNDED_FEW
-
-
-def test_every_label_and_the_end_of_the_vocabulary_have_a_mark():
-    """In tiles of every width, which begin where a part of the vocabulary does. Few others have one."""
-    rng = np.random.default_rng(0)
-    rows, vocabulary = 300, 50_000
-    label = rng.integers(-2, vocabulary, rows)
-    table = np.asarray(marks.of_labels(jnp.asarray(label), 51_200, vocabulary))
-    for (height, width), first in itertools.product([(64, 256), (128, 128), (64, 224), (64, 96)], (0, 1280)):
-        found, places = 0, list(itertools.product(range(0, rows, height), range(first, vocabulary + width, width)))
-        for row, col in places:
-            inside = (label[row : row + height] >= col) & (label[row : row + height] < col + width)
-            is_marked = bool(marks.any_in(table, row, col, (height, width)))
-            assert is_marked or not (inside.any() or col + width > vocabulary)
-            found += is_marked
-        assert found < len(places) / 2
