@@ -28,7 +28,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
 from .._device import WARPGROUP, Ref
-from . import threads
+from . import logits, threads
+from .logits import Logits
 from .plan import Plan, plan_of
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
@@ -106,15 +107,20 @@ class Part:
         """Those of piece `p` of `ref`, a row in global memory."""
         return _device.load(ref.at[pl.ds(self._turn(p)[1], self.plan.piece)], self._layout)
 
-    def load(self, x_gmem, key_of, interpreted: bool):
+    def logits(self, row: Logits, p, interpreted: bool):
+        """Those of piece `p` of a row, changed."""
+        bits = lambda ref: threads.bits(ref, self.place(p), self.plan.vec, interpreted)
+        return row.read(lambda ref: self.values(ref, p), bits)
+
+    def load(self, x: Logits, key_of, interpreted: bool):
         """Fills `keys_smem`. Returns the maxima of groups of keys."""
         plan = self.plan
 
         def some(g, maxima):
             pieces = [g * plan.unroll + u for u in range(plan.unroll)]
-            loaded = [self.values(x_gmem, p) for p in pieces]  # All in flight at once.
-            for p, x in zip(pieces, loaded, strict=True):
-                keys = jnp.where(self.is_fresh(p), key_of(x, self.place(p)), LOWEST)
+            loaded = [self.logits(x, p, interpreted) for p in pieces]  # All in flight at once.
+            for p, values in zip(pieces, loaded, strict=True):
+                keys = jnp.where(self.is_fresh(p), key_of(values, self.place(p)), LOWEST)
                 _device.store(self._at(p), keys)
                 maxima = jnp.maximum(maxima, threads.fold(keys, plan.num_maxima, plan.vec, interpreted))
             return maxima
@@ -167,13 +173,13 @@ class Part:
         return low, ~search(count, plan.k, plan.slots, jnp.int32(LOWEST), reached)[0]
 
 
-def _collect(part: Part, x_gmem, key_of, key_smem, index_smem, scan_smem, interpreted: bool):
+def _collect(part: Part, x: Logits, key_of, key_smem, index_smem, scan_smem, interpreted: bool):
     """Writes the keys of a part that are taken, and their indices, into the slots."""
     plan = part.plan
     slot = plgpu.broadcasted_iota(jnp.int32, (plan.slots,), 0, layout=threads.PER_THREAD)
     _device.store(key_smem, jnp.where(slot < 0, slot, LOWEST))  # A constant would need 256 slots at a time.
     _device.store(index_smem, slot + (plan.pad + lax.axis_index("part") * plan.slots))
-    maxima = part.load(x_gmem, key_of, interpreted)
+    maxima = part.load(x, key_of, interpreted)
     bound = part.threshold(maxima)
     counts = threads.totals(part.num_taken(*bound), plan.vec, interpreted)
     free = threads.before(counts, scan_smem, interpreted)
@@ -222,13 +228,13 @@ def sort(key_smem, index_smem, interpreted: bool):
     return lax.fori_loop(0, stages * (stages + 1) // 2, step, state)[:2]
 
 
-def _select(x_gmem, *refs, plan: Plan, num_of_row: int, key_of, interpreted: bool):
-    of_row, refs = refs[:num_of_row], refs[num_of_row:]
+def _select(*refs, plan: Plan, of_refs, num: int, num_of_row: int, key_of, interpreted: bool):
+    x, of_row, refs = of_refs(refs[:num]), refs[num : num + num_of_row], refs[num + num_of_row :]
     *index_gmem, out_gmem, out_index_gmem, keys_smem, key_smem, index_smem, scan_smem = refs
     row, part = lax.axis_index("rows"), lax.axis_index("part")
     key_here = functools.partial(key_of, *(ref[row] for ref in of_row))
     here = Part(plan, index_gmem[0].at[row] if index_gmem else None, keys_smem)
-    _collect(here, x_gmem.at[row], key_here, key_smem, index_smem, scan_smem, interpreted)
+    _collect(here, x.of_row(row), key_here, key_smem, index_smem, scan_smem, interpreted)
     layout = threads.PER_THREAD
     if plan.num_parts > 1:
         here = pl.ds(part * plan.slots, plan.slots)
@@ -246,32 +252,34 @@ def plain_key(x, column):
     return to_key(x)
 
 
-def select(plan: Plan, x, index, dtype, target: _host.Target, params, key_of=plain_key, of_row=()):
+def select(plan: Plan, x: Logits, index, dtype, target: _host.Target, params, key_of=plain_key, of_row=()):
     """(keys, indices) of (rows, parts * slots), int32; of one part, (values, indices) of (rows, k) in order.
 
     Args:
-      x: (rows, cols), values or keys.
+      x: (rows, cols), values or keys, and what changes them.
       index: the indices that the columns of keys stand for; None for the columns themselves.
       key_of: makes keys of the row's numbers from `of_row`, (rows,) each, of values and of their columns.
     """
     last = plan.num_parts == 1
     shape = x.shape[0], plan.k if last else plan.num_parts * plan.slots
+    arrays, of_refs = logits.leaves(x)
+    statics = dict(of_refs=of_refs, num=len(arrays), num_of_row=len(of_row), key_of=key_of)
     return _host.kernel(
-        functools.partial(_select, plan=plan, num_of_row=len(of_row), key_of=key_of, interpreted=target.interpreted),
+        functools.partial(_select, plan=plan, **statics, interpreted=target.interpreted),
         out_type=(jax.ShapeDtypeStruct(shape, dtype if last else jnp.int32), jax.ShapeDtypeStruct(shape, jnp.int32)),
         grid=(x.shape[0], plan.num_parts),
         grid_names=("rows", "part"),
         scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in (plan.part, plan.slots, plan.slots, WARPGROUP)],
         compiler_params=params,
-    )(x, *of_row, *([] if index is None else [index]))
+    )(*arrays, *of_row, *([] if index is None else [index]))
 
 
-def stages(x, k: int, dtype, target: _host.Target, params, key_of=plain_key, of_row=()):
+def stages(x: Logits, k: int, dtype, target: _host.Target, params, key_of=plain_key, of_row=()):
     """(values, indices), (rows, k) each, of the k largest keys of the rows of `x`, at least 128 columns."""
     index, stage = None, 0
     while True:
-        plan = plan_of(*x.shape, x.dtype.itemsize, k, stage, target.num_sms)
-        x, index = select(plan, x, index, dtype, target, params, key_of, of_row)
+        plan = plan_of(*x.shape, x.x.dtype.itemsize, k, stage, target.num_sms)
+        found, index = select(plan, x, index, dtype, target, params, key_of, of_row)
         if plan.num_parts == 1:
-            return x, index
-        key_of, of_row, stage = plain_key, (), stage + 1
+            return found, index
+        x, key_of, of_row, stage = Logits(found), plain_key, (), stage + 1

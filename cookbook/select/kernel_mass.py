@@ -23,15 +23,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _host
 from . import threads
 from .kernel import HIGHEST, LOWEST, Part, from_key, to_key
+from .logits import Logits, leaves, logit
 from .plan import Plan, plan_of
 
 LOWEST_FLOAT = float(jnp.finfo(jnp.float32).min)
-
-
-def logit(x):
-    """In float32; NaN is -inf."""
-    x = x.astype(jnp.float32)
-    return jnp.where(x == x, x, -jnp.inf)
 
 
 def logit_key(x, column):
@@ -57,15 +52,16 @@ def _no_sum():
     return threads.number().astype(jnp.float32) * 0.0
 
 
-def _masses(x_gmem, temperature_gmem, candidates_gmem, out_gmem, keys_smem, *, plan: Plan, interpreted: bool):
+def _masses(*refs, plan: Plan, of_refs, interpreted: bool):
+    *arrays, temperature_gmem, columns_gmem, out_gmem, keys_smem = refs
     row, block = lax.axis_index("rows"), lax.axis_index("part")
-    num = candidates_gmem.shape[1]
-    candidates = [candidates_gmem[row, j] for j in range(num)]
+    num, x_row = columns_gmem.shape[1], of_refs(arrays).of_row(row)
+    candidates = [logit(x_row.at(jnp.minimum(columns_gmem[row, j], plan.cols - 1))) for j in range(num)]
     scale = inverse(temperature_gmem[row])
     part = Part(plan, None, keys_smem)
     # Beyond the row there are the lowest of all keys.
     as_logit = lambda key: jnp.where(key == LOWEST, -jnp.inf, from_key(key, jnp.float32))
-    top = jnp.max(as_logit(part.load(x_gmem.at[row], logit_key, interpreted)))
+    top = jnp.max(as_logit(part.load(x_row, logit_key, interpreted)))
 
     def add(p, sums):
         x = as_logit(part.key(p))
@@ -75,7 +71,7 @@ def _masses(x_gmem, temperature_gmem, candidates_gmem, out_gmem, keys_smem, *, p
         return [total + some for total, some in zip(sums, more, strict=True)]
 
     sums = part.over(add, [_no_sum()] * (1 + num))
-    for j, value in enumerate([top, *map(jnp.sum, sums)]):
+    for j, value in enumerate([top, *map(jnp.sum, sums), *candidates]):
         out_gmem[row, block, j] = value
 
 
@@ -88,50 +84,50 @@ def tree_sum(x):
     return x[..., 0]
 
 
-def masses(logits, temperature, candidates, target: _host.Target, params):
-    """(top, total, above): the highest logit, the sum of exp((logit - top) / temperature), and of those above
-    each of `candidates`, (rows, candidates) float32: (rows,), (rows,), (rows, candidates)."""
-    plan, (rows, num) = part_plan(logits.shape[1], logits.dtype.itemsize), candidates.shape
+def masses(logits: Logits, temperature, candidates, target: _host.Target, params):
+    """(top, total, above, drawn): the highest logit, the sum of exp((logit - top) / temperature), that of those above
+    each of `candidates`, (rows, candidates) columns, and their logits: (rows,), (rows,), (rows, candidates) twice."""
+    plan, (rows, num) = part_plan(logits.shape[1], logits.x.dtype.itemsize), candidates.shape
+    arrays, of_refs = leaves(logits)
     out = _host.kernel(
-        functools.partial(_masses, plan=plan, interpreted=target.interpreted),
-        out_type=jax.ShapeDtypeStruct((rows, plan.num_parts, 2 + num), jnp.float32),
+        functools.partial(_masses, plan=plan, of_refs=of_refs, interpreted=target.interpreted),
+        out_type=jax.ShapeDtypeStruct((rows, plan.num_parts, 2 + 2 * num), jnp.float32),
         grid=(rows, plan.num_parts),
         grid_names=("rows", "part"),
         scratch_types=[plgpu.SMEM((plan.part,), jnp.int32)],
         compiler_params=params,
-    )(logits, temperature, candidates)
+    )(*arrays, temperature, candidates)
     top = jnp.max(out[..., 0], axis=1)
     weight = jnp.exp((out[..., 0] - jnp.maximum(top, LOWEST_FLOAT)[:, None]) * inverse(temperature)[:, None])
-    sums = tree_sum(jnp.moveaxis(out[..., 1:] * weight[..., None], 1, -1))
-    return top, sums[:, 0], sums[:, 1:]
+    sums = tree_sum(jnp.moveaxis(out[..., 1 : 2 + num] * weight[..., None], 1, -1))
+    return top, sums[:, 0], sums[:, 1:], out[:, 0, 2 + num :]
 
 
-def _redraw(x_gmem, found_gmem, temperature_gmem, top_gmem, limit_gmem, least_gmem, *refs, plan: Plan, score_of,
-            interpreted: bool):  # fmt: skip
-    *of_row, out_gmem = refs
+def _redraw(*refs, plan: Plan, of_refs, num: int, score_of, interpreted: bool):
+    found_gmem, temperature_gmem, top_gmem, limit_gmem, least_gmem, *of_row, out_gmem = refs[num:]
     row = lax.axis_index("rows")
-    x_row, part, found = x_gmem.at[row], Part(plan, None, None), found_gmem[row]
+    x_row, part, found = of_refs(refs[:num]).of_row(row), Part(plan, None, None), found_gmem[row]
     score_here = functools.partial(score_of, *(ref[row] for ref in of_row))
     scale, top, limit, least = (ref[row] for ref in (temperature_gmem, top_gmem, limit_gmem, least_gmem))
     scale = inverse(scale)
-
-    logits = lambda p: logit(part.values(x_row, p))
 
     def draw(state):
         floor = state[0]
 
         def better(p, best):
-            score = score_here(part.values(x_row, p), part.place(p))
-            score = jnp.where((logits(p) > floor) & part.is_fresh(p), score, LOWEST)
+            x = part.logits(x_row, p, interpreted)
+            score = score_here(x, part.place(p))
+            score = jnp.where((logit(x) > floor) & part.is_fresh(p), score, LOWEST)
             is_better = score > best[0]
             return jnp.where(is_better, score, best[0]), jnp.where(is_better, part.place(p), best[1])
 
         score, index = part.over(better, (part.column() * 0 + LOWEST, part.column() * 0 + HIGHEST))
         token = jnp.min(jnp.where(score == jnp.max(score), index, HIGHEST))
-        value = logit(x_row[token])
+        value = logit(x_row.at(token))
 
         def add(p, total):
-            share = jnp.where((logits(p) > value) & part.is_fresh(p), _share(logits(p), top, scale), 0.0)
+            x = logit(part.logits(x_row, p, interpreted))
+            share = jnp.where((x > value) & part.is_fresh(p), _share(x, top, scale), 0.0)
             return total + threads.totals(share, plan.vec, interpreted)
 
         above = jnp.sum(part.over(add, _no_sum()))
@@ -150,17 +146,20 @@ def _store(ref, row, value):
     ref[row] = value
 
 
-def redraw(logits, found, temperature, top, limit, least, score_of, of_row, target: _host.Target, params):
+def redraw(logits: Logits, found, temperature, top, limit, least, score_of, of_row, target: _host.Target, params):
     """`found`, (rows,), where it is no -1; otherwise the token of the highest score among those that are kept.
 
     Kept is a logit of at least `least` above which the sum of exponentials is less than `limit`, and the highest.
     """
-    plan = part_plan(logits.shape[1], logits.dtype.itemsize)
+    plan = part_plan(logits.shape[1], logits.x.dtype.itemsize)
+    arrays, of_refs = leaves(logits)
     plan = dataclasses.replace(plan, part=pl.cdiv(plan.cols, plan.piece) * plan.piece)
     return _host.kernel(
-        functools.partial(_redraw, plan=plan, score_of=score_of, interpreted=target.interpreted),
+        functools.partial(
+            _redraw, plan=plan, of_refs=of_refs, num=len(arrays), score_of=score_of, interpreted=target.interpreted
+        ),  # fmt: skip
         out_type=jax.ShapeDtypeStruct(found.shape, jnp.int32),
         grid=(*found.shape, 1),
         grid_names=("rows", "part"),
         compiler_params=params,
-    )(logits, found, temperature, top, limit, least, *of_row)
+    )(*arrays, found, temperature, top, limit, least, *of_row)

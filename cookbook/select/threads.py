@@ -173,6 +173,24 @@ def scatter(ref, slots, values, vec: int, interpreted: bool):
     store(ref, slots, values)
 
 
+def bits(words, column, vec: int, interpreted: bool):
+    """1 where a set, packed into `words`, has the column, otherwise 0. Runs of `vec` columns are in one word."""
+    if interpreted:
+        return (words[...][column >> 5] >> (column & 31)) & 1
+    layout = strided(vec)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=_array(column.shape, jnp.int32, layout))
+    def load(_, words, column):
+        columns, found = _values(column), []
+        for i in range(0, len(columns), vec):
+            word = memref.load(words, [_index(arith.shrui(columns[i], _i32(5)))])
+            shifts = [arith.andi(each, _i32(31)) for each in columns[i : i + vec]]
+            found += [arith.andi(arith.shrui(word, shift), _i32(1)) for shift in shifts]
+        return _like(column, found)
+
+    return load(words, column)
+
+
 def gather(ref, slots, vec: int, interpreted: bool):
     """`ref[slots]`."""
     if interpreted:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from .. import _host
 from .._device import WARPGROUP
 from . import kernel
+from .logits import Logits
 
 K_MAX, COLUMNS_MAX = 2048, 2**20
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32)
@@ -38,7 +39,7 @@ def _call(x, k: int, target: _host.Target, params):
     dtype = x.dtype
     if (more := WARPGROUP - x.shape[1]) > 0:  # A column for each thread. Padding comes after all values.
         x = jnp.pad(kernel.to_key(x), ((0, 0), (0, more)), constant_values=kernel.LOWEST)
-    return kernel.stages(x, k, dtype, target, params)
+    return kernel.stages(Logits(x), k, dtype, target, params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
