@@ -244,8 +244,8 @@ def _select(*refs, plan: Plan, of_refs, num: int, num_of_row: int, key_of, inter
     key, index = sort(key_smem, index_smem, interpreted)
     slot = plgpu.broadcasted_iota(jnp.int32, (plan.slots,), 0, layout=layout)
     wanted = jnp.where(slot < plan.k, slot, -1)
-    threads.scatter(out_gmem.at[row], wanted, from_key(key, out_gmem.dtype), 1, interpreted)
-    threads.scatter(out_index_gmem.at[row], wanted, index, 1, interpreted)
+    threads.scatter(out_gmem.at[row], wanted, from_key(key, out_gmem.dtype), layout, interpreted)
+    threads.scatter(out_index_gmem.at[row], wanted, index, layout, interpreted)
 
 
 def plain_key(x, column):
@@ -278,7 +278,7 @@ def stages(x: Logits, k: int, dtype, target: _host.Target, params, key_of=plain_
     """(values, indices), (rows, k) each, of the k largest keys of the rows of `x`, at least 128 columns."""
     index, stage = None, 0
     while True:
-        plan = plan_of(*x.shape, x.x.dtype.itemsize, k, stage, target.num_sms)
+        plan = plan_of(*x.shape, k, stage, target.num_sms)
         found, index = select(plan, x, index, dtype, target, params, key_of, of_row)
         if plan.num_parts == 1:
             return found, index

@@ -33,9 +33,9 @@ def logit_key(x, column):
     return to_key(logit(x))
 
 
-def part_plan(cols: int, itemsize: int) -> Plan:
+def part_plan(cols: int) -> Plan:
     """The parts of a row, the same for any number of rows."""
-    return plan_of(1, cols, itemsize, 1, 0, num_sms=1)
+    return plan_of(1, cols, 1, 0, num_sms=1)
 
 
 def inverse(temperature):
@@ -87,7 +87,7 @@ def tree_sum(x):
 def masses(logits: Logits, temperature, candidates, target: _host.Target, params):
     """(top, total, above, drawn): the highest logit, the sum of exp((logit - top) / temperature), that of those above
     each of `candidates`, (rows, candidates) columns, and their logits: (rows,), (rows,), (rows, candidates) twice."""
-    plan, (rows, num) = part_plan(logits.shape[1], logits.x.dtype.itemsize), candidates.shape
+    plan, (rows, num) = part_plan(logits.shape[1]), candidates.shape
     arrays, of_refs = leaves(logits)
     out = _host.kernel(
         functools.partial(_masses, plan=plan, of_refs=of_refs, interpreted=target.interpreted),
@@ -151,7 +151,7 @@ def redraw(logits: Logits, found, temperature, top, limit, least, score_of, of_r
 
     Kept is a logit of at least `least` above which the sum of exponentials is less than `limit`, and the highest.
     """
-    plan = part_plan(logits.shape[1], logits.x.dtype.itemsize)
+    plan = part_plan(logits.shape[1])
     arrays, of_refs = leaves(logits)
     plan = dataclasses.replace(plan, part=pl.cdiv(plan.cols, plan.piece) * plan.piece)
     return _host.kernel(

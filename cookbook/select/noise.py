@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+LOG_2 = float(np.log(2.0))
 ADDEND, OTHER = (int(np.uint32(n).astype(np.int32)) for n in (0x9E3779B9, 0x85EBCA6B))
 FACTORS = tuple(int(np.uint32(n).astype(np.int32)) for n in (0x7FEB352D, 0x846CA68B))
 
@@ -39,3 +40,9 @@ def gumbel(key, column):
     # -log(1 - u); the subtraction would lose a small number's digits.
     series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5)))))
     return -jnp.log(jnp.where(u < 1 / 16, series, -jnp.log(1.0 - u)))
+
+
+def gumbel_bound(key, column):
+    """float32 at least as high as the noise of int32 columns, by one logarithm: -log(1 - u) is at least u."""
+    half = lax.shift_right_logical(bits(key, column), jnp.int32(1)).astype(jnp.float32) + 0.5
+    return (31 * LOG_2 + 1e-3) - jnp.log(half)  # All that may be rounded otherwise is far below 1e-3.

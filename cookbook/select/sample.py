@@ -12,7 +12,7 @@ The noise is Gumbel's (`noise.py`), so the maximum is a draw. It is made of the 
 alone, and a rule about logits alone says which tokens are kept: neither depends on other rows, nor on how the work is
 cut up. There are three ways to a token:
 
-- All are kept: the maximum is that of `kernel.py` with k = 1, whose keys are logits with their noise. One read.
+- All are kept: `kernel_best.py` finds the maximum. One read.
 - `top_k`: `kernel.py` leaves the k highest logits in order, and the rest is done on those.
 - `top_p` or `min_p` without it: `kernel.py` leaves the CANDIDATES highest of logits with noise, in order;
   `kernel_mass.masses` adds up the probabilities above each of them; the first candidate that is kept is the token,
@@ -32,7 +32,7 @@ import numpy as np
 
 from .. import _host
 from .._device import WARPGROUP
-from . import kernel, kernel_mass, noise
+from . import kernel, kernel_best, kernel_mass, noise
 from .kernel_mass import inverse, logit_key
 from .logits import BITS, Logits, logit, packed, widened
 from .top_k import COLUMNS_MAX, K_MAX
@@ -63,6 +63,16 @@ def _score(seed, position, temperature, x, column):
     """A key of the logit with its noise."""
     gumbel = noise.gumbel(noise.row_key(seed, position), column)
     return kernel.to_key(logit(x) * inverse(temperature) + gumbel * jnp.where(temperature <= 0.0, 0.0, 1.0))
+
+
+def _bound(seed, position, temperature, x, column):
+    """float32 at least as high as the score, whatever is rounded in between; NaN for a logit of NaN or -inf."""
+    x = x.astype(jnp.float32) * inverse(temperature)
+    return x + (
+        jnp.abs(x) * 2.0**-20
+        + noise.gumbel_bound(noise.row_key(seed, position), column) * jnp.where(temperature <= 0.0, 0.0, 1.0)
+        + jnp.where(temperature <= 0.0, 1e-3, 0.0)
+    )
 
 
 def _of_the_highest(values, index, limits, of_row):
@@ -115,7 +125,7 @@ def _call(logits, of_row, limits, k: int | None, num_logprobs: int | None, targe
         values, index = kernel.stages(logits, k, jnp.float32, target, params, logit_key)
         tokens = _of_the_highest(values, index, limits, of_row)
     elif limits is None:
-        tokens = kernel.stages(logits, 1, jnp.float32, target, params, _score, of_row)[1][:, 0]
+        tokens = kernel_best.best(logits, _score, _bound, of_row, target, params)
     else:
         tokens = _of_candidates(logits, limits, of_row, target, params)
     if num_logprobs is None:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from .. import _host
 from .._device import WARPGROUP
-from . import kernel
+from . import kernel, kernel_rows
 from .logits import Logits
 
 K_MAX, COLUMNS_MAX = 2048, 2**20
@@ -36,6 +36,8 @@ def top_k_reference(x, k):
 
 @functools.partial(jax.jit, static_argnames=("k", "target", "params"))
 def _call(x, k: int, target: _host.Target, params):
+    if kernel_rows.fits(*x.shape, k):
+        return kernel_rows.select_rows(x, k, target, params)
     dtype = x.dtype
     if (more := WARPGROUP - x.shape[1]) > 0:  # A column for each thread. Padding comes after all values.
         x = jnp.pad(kernel.to_key(x), ((0, 0), (0, more)), constant_values=kernel.LOWEST)
