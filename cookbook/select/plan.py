@@ -8,8 +8,8 @@ from jax.experimental import pallas as pl
 
 from .._device import WARPGROUP
 
-# A thread loads so many values for a piece, 4 at once: its keys are then 16 bytes side by side in shared memory. With 8,
-# as a load of 16 bytes would have of 16-bit values, every second access to keys would meet a bank conflict.
+# A thread loads so many values for a piece, 4 at once, so that its keys are 16 bytes side by side in shared memory.
+# Loads of 8, 16 bytes of 16-bit values, would give every access to keys a bank conflict.
 VALUES, VECTOR = 16, 4
 PART_MIN = 4096  # Keys of a part, at least: a thread has their loads in flight at once, and fewer would save little.
 PART_MAX = 8192  # At most: with their 32 KiB of shared memory 6 blocks share an SM.

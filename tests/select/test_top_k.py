@@ -64,7 +64,8 @@ def check(fn, x, k: int):
 # 16 rows or more of few columns are taken by 8 threads each.
 CASES = [
     ((37, 60), F32, 9, special), ((16, 8), BF16, 3, normal), slow((48, 500), I32, 16, lowest),
-    slow((64, 256), F16, 8, special), ((2, 1), F32, 1, normal), ((3, 2, 90), F16, 90, special), ((2, 129), BF16, 128, normal),
+    slow((64, 256), F16, 8, special), ((2, 1), F32, 1, normal),
+    ((3, 2, 90), F16, 90, special), ((2, 129), BF16, 128, normal),
     ((1, 700), F32, 600, special),
     ((1, 9001), BF16, 50, normal), ((2, 5001), F16, 100, special), ((1, 20000), F32, 50, masked),
     ((1, 20000), F32, 200, ascending), ((1, 9004), I32, 300, lowest), ((1, 5003), I32, 2048, any_integers),
