@@ -232,7 +232,7 @@ def _select(*refs, plan: Plan, of_refs, num: int, num_of_row: int, key_of, inter
     x, of_row, refs = of_refs(refs[:num]), refs[num : num + num_of_row], refs[num + num_of_row :]
     *index_gmem, out_gmem, out_index_gmem, keys_smem, key_smem, index_smem, scan_smem = refs
     row, part = lax.axis_index("rows"), lax.axis_index("part")
-    key_here = functools.partial(key_of, *(ref[row] for ref in of_row))
+    key_here = functools.partial(key_of, *(logits.number_of(ref, row) for ref in of_row))
     here = Part(plan, index_gmem[0].at[row] if index_gmem else None, keys_smem)
     _collect(here, x.of_row(row), key_here, key_smem, index_smem, scan_smem, interpreted)
     layout = threads.PER_THREAD
@@ -258,7 +258,7 @@ def select(plan: Plan, x: Logits, index, dtype, target: _host.Target, params, ke
     Args:
       x: (rows, cols), values or keys, and what changes them.
       index: the indices that the columns of keys stand for; None for the columns themselves.
-      key_of: makes keys of the row's numbers from `of_row`, (rows,) each, of values and of their columns.
+      key_of: makes keys of the row's numbers from `of_row`, (rows,) or (1,) each, of values and of their columns.
     """
     last = plan.num_parts == 1
     shape = x.shape[0], plan.k if last else plan.num_parts * plan.slots

@@ -15,13 +15,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from .. import _host
 from . import threads
 from .kernel import HIGHEST, LOWEST, Part, to_key
-from .logits import Logits, leaves
+from .logits import Logits, leaves, number_of
 from .plan import Plan, plan_of
 
 BLOCKS_PER_SM = 4
@@ -42,7 +43,7 @@ def _best(*refs, plan: Plan, of_refs, num: int, score_of, bound_of, interpreted:
     *of_row, out_gmem, index_gmem = refs[num:]
     row, block = lax.axis_index("rows"), lax.axis_index("part")
     x_row, part = of_refs(refs[:num]).of_row(row), Part(plan, None, None)
-    numbers = [ref[row] for ref in of_row]
+    numbers = [number_of(ref, row) for ref in of_row]
 
     def better(state, x, p):
         score = score_of(*numbers, x, part.place(p))
@@ -66,11 +67,16 @@ def _best(*refs, plan: Plan, of_refs, num: int, score_of, bound_of, interpreted:
     index_gmem[row, block] = index
 
 
+def _first_of_highest(this, other):
+    is_this = (this[0] > other[0]) | ((this[0] == other[0]) & (this[1] <= other[1]))
+    return tuple(jnp.where(is_this, a, b) for a, b in zip(this, other, strict=True))
+
+
 def best(logits: Logits, score_of, bound_of, of_row, target: _host.Target, params):
     """(rows,) columns of the highest scores, of equal ones the first; column 0 where all are -inf.
 
     Args:
-      score_of: makes keys of the row's numbers from `of_row`, (rows,) each, of logits and of their columns.
+      score_of: makes keys of the row's numbers from `of_row`, (rows,) or (1,) each, of logits and of their columns.
       bound_of: the same for float32 that are at least the scores, or NaN for a logit of NaN or -inf.
     """
     plan = best_plan(*logits.shape, target.num_sms)
@@ -84,4 +90,4 @@ def best(logits: Logits, score_of, bound_of, of_row, target: _host.Target, param
         grid_names=("rows", "part"),
         compiler_params=params,
     )(*arrays, *of_row)
-    return jnp.take_along_axis(index, jnp.argmax(score, axis=1)[:, None], axis=1)[:, 0]
+    return lax.reduce((score, index), (np.int32(LOWEST), np.int32(HIGHEST)), _first_of_highest, (1,))[1]

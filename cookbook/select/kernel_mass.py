@@ -5,8 +5,9 @@
 and for each candidate the sum of those above it. The parts are the same however many rows there are, and their sums are
 added in one order, so a row's results do not depend on its batch.
 
-`redraw`: a block per row, which ends at once for a row that has its token. Otherwise it draws among the tokens above
-the last one refused, adds up what is above the one drawn, and so on until one is kept: the most probable one is.
+`choose`: a block per row adds up what the parts have and takes the first candidate that is kept. If none is, it draws
+among the tokens above the last one refused, adds up what is above the one drawn, and so on until one is kept: the most
+probable one is.
 
 Barriers: the reductions have their own. Bound by: memory, one read.
 """
@@ -20,10 +21,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _host
+from .. import _device, _host
+from .._device import WARPGROUP
 from . import threads
 from .kernel import HIGHEST, LOWEST, Part, from_key, to_key
-from .logits import Logits, leaves, logit
+from .logits import Logits, leaves, logit, number_of
 from .plan import Plan, plan_of
 
 LOWEST_FLOAT = float(jnp.finfo(jnp.float32).min)
@@ -57,7 +59,7 @@ def _masses(*refs, plan: Plan, of_refs, interpreted: bool):
     row, block = lax.axis_index("rows"), lax.axis_index("part")
     num, x_row = columns_gmem.shape[1], of_refs(arrays).of_row(row)
     candidates = [logit(x_row.at(jnp.minimum(columns_gmem[row, j], plan.cols - 1))) for j in range(num)]
-    scale = inverse(temperature_gmem[row])
+    scale = inverse(number_of(temperature_gmem, row))
     part = Part(plan, None, keys_smem)
     # Beyond the row there are the lowest of all keys.
     as_logit = lambda key: jnp.where(key == LOWEST, -jnp.inf, from_key(key, jnp.float32))
@@ -72,51 +74,76 @@ def _masses(*refs, plan: Plan, of_refs, interpreted: bool):
 
     sums = part.over(add, [_no_sum()] * (1 + num))
     for j, value in enumerate([top, *map(jnp.sum, sums), *candidates]):
-        out_gmem[row, block, j] = value
-
-
-def tree_sum(x):
-    """The sum over the last axis, always in the same order."""
-    while x.shape[-1] > 1:
-        half = -(-x.shape[-1] // 2)
-        second = jnp.pad(x[..., half:], [(0, 0)] * (x.ndim - 1) + [(0, 2 * half - x.shape[-1])])
-        x = x[..., :half] + second
-    return x[..., 0]
+        out_gmem[row, j, block] = value
 
 
 def masses(logits: Logits, temperature, candidates, target: _host.Target, params):
-    """(top, total, above, drawn): the highest logit, the sum of exp((logit - top) / temperature), that of those above
-    each of `candidates`, (rows, candidates) columns, and their logits: (rows,), (rows,), (rows, candidates) twice."""
+    """(rows, 2 + 2 * num, parts) float32 of parts of rows, of which there are `num_parts`: the highest logit, the sum
+    of exp((logit - it) / temperature), that of those above each of `candidates`, (rows, num) columns, and the
+    candidates' logits."""
     plan, (rows, num) = part_plan(logits.shape[1]), candidates.shape
     arrays, of_refs = leaves(logits)
-    out = _host.kernel(
+    return _host.kernel(
         functools.partial(_masses, plan=plan, of_refs=of_refs, interpreted=target.interpreted),
-        out_type=jax.ShapeDtypeStruct((rows, plan.num_parts, 2 + 2 * num), jnp.float32),
+        # A number per thread, of which those beyond the row's parts are never read.
+        out_type=jax.ShapeDtypeStruct((rows, 2 + 2 * num, WARPGROUP), jnp.float32),
         grid=(rows, plan.num_parts),
         grid_names=("rows", "part"),
         scratch_types=[plgpu.SMEM((plan.part,), jnp.int32)],
         compiler_params=params,
     )(*arrays, temperature, candidates)
-    top = jnp.max(out[..., 0], axis=1)
-    weight = jnp.exp((out[..., 0] - jnp.maximum(top, LOWEST_FLOAT)[:, None]) * inverse(temperature)[:, None])
-    sums = tree_sum(jnp.moveaxis(out[..., 1 : 2 + num] * weight[..., None], 1, -1))
-    return top, sums[:, 0], sums[:, 1:], out[:, 0, 2 + num :]
 
 
-def _redraw(*refs, plan: Plan, of_refs, num: int, score_of, interpreted: bool):
-    found_gmem, temperature_gmem, top_gmem, limit_gmem, least_gmem, *of_row, out_gmem = refs[num:]
+def log_sum(parts, cols: int):
+    """(rows,) log of the sum of exp(logits), of `masses` at a temperature of 1."""
+    tops, sums = parts[:, :2, : part_plan(cols).num_parts].swapaxes(0, 1)
+    top = jnp.max(tops, axis=1)
+    weight = jnp.exp(tops - jnp.maximum(top, LOWEST_FLOAT)[:, None])
+    return top + jnp.log(jnp.sum(sums * weight, axis=1))
+
+
+def _found(parts, candidates_gmem, row, scale, top_p, distance, num_parts: int):
+    """(token, top, limit, least): the first candidate that is kept, otherwise -1, and what is kept."""
+    num, number = candidates_gmem.shape[1], threads.number()
+    of_parts = lambda j: _device.load(parts.at[j], threads.PER_THREAD)
+    tops = jnp.where(number < num_parts, of_parts(0), -jnp.inf)
+    top = jnp.max(tops)
+    weight = jnp.exp((tops - jnp.maximum(top, LOWEST_FLOAT)) * scale)
+    total = lambda j: jnp.sum(jnp.where(number < num_parts, of_parts(j) * weight, 0.0))
+    limit, least, token = top_p * total(1), top + distance, jnp.int32(-1)
+    for j in reversed(range(num)):
+        value = parts[2 + num + j, 0]
+        token = jnp.where(_is_kept(total(2 + j), value, limit, least, top), candidates_gmem[row, j], token)
+    return token, top, limit, least
+
+
+def _is_kept(above, value, limit, least, top):
+    """Of a logit with a sum `above` it: of equal ones all are kept, and the highest always."""
+    return ((above < limit) & (value >= least)) | (value >= top)
+
+
+def _choose(*refs, plan: Plan, of_refs, num: int, num_parts: int, score_of, interpreted: bool):
+    parts_gmem, candidates_gmem, top_p_gmem, distance_gmem, *of_row, out_gmem = refs[num:]
     row = lax.axis_index("rows")
-    x_row, part, found = of_refs(refs[:num]).of_row(row), Part(plan, None, None), found_gmem[row]
-    score_here = functools.partial(score_of, *(ref[row] for ref in of_row))
-    scale, top, limit, least = (ref[row] for ref in (temperature_gmem, top_gmem, limit_gmem, least_gmem))
-    scale = inverse(scale)
+    x_row, part = of_refs(refs[:num]).of_row(row), Part(plan, None, None)
+    numbers = [number_of(ref, row) for ref in of_row]
+    scale = inverse(numbers[-1])
+    found, top, limit, least = _found(
+        parts_gmem.at[row],
+        candidates_gmem,
+        row,
+        scale,
+        number_of(top_p_gmem, row),
+        number_of(distance_gmem, row),
+        num_parts,
+    )
 
     def draw(state):
         floor = state[0]
 
         def better(p, best):
             x = part.logits(x_row, p, interpreted)
-            score = score_here(x, part.place(p))
+            score = score_of(*numbers, x, part.place(p))
             score = jnp.where((logit(x) > floor) & part.is_fresh(p), score, LOWEST)
             is_better = score > best[0]
             return jnp.where(is_better, score, best[0]), jnp.where(is_better, part.place(p), best[1])
@@ -131,8 +158,7 @@ def _redraw(*refs, plan: Plan, of_refs, num: int, score_of, interpreted: bool):
             return total + threads.totals(share, plan.vec, interpreted)
 
         above = jnp.sum(part.over(add, _no_sum()))
-        kept = ((above < limit) & (value >= least)) | (value >= top)
-        return value, token, kept.astype(jnp.int32)
+        return value, token, _is_kept(above, value, limit, least, top).astype(jnp.int32)
 
     def more():
         state = jnp.float32(-jnp.inf), jnp.int32(0), jnp.int32(0)
@@ -146,20 +172,22 @@ def _store(ref, row, value):
     ref[row] = value
 
 
-def redraw(logits: Logits, found, temperature, top, limit, least, score_of, of_row, target: _host.Target, params):
-    """`found`, (rows,), where it is no -1; otherwise the token of the highest score among those that are kept.
+def choose(logits: Logits, parts, candidates, top_p, distance, score_of, of_row, target: _host.Target, params):
+    """(rows,) tokens: the first of `candidates`, the highest scores in order, that is kept; otherwise the kept token of
+    the highest score.
 
-    Kept is a logit of at least `least` above which the sum of exponentials is less than `limit`, and the highest.
+    Kept is a logit at most `distance` below the highest with a share of less than `top_p` above it, and the highest.
+    `parts` is what `masses` found; the last of `of_row` is the temperature.
     """
     plan = part_plan(logits.shape[1])
     arrays, of_refs = leaves(logits)
+    statics = dict(of_refs=of_refs, num=len(arrays), num_parts=plan.num_parts, score_of=score_of)
     plan = dataclasses.replace(plan, part=pl.cdiv(plan.cols, plan.piece) * plan.piece)
+    rows = candidates.shape[0]
     return _host.kernel(
-        functools.partial(
-            _redraw, plan=plan, of_refs=of_refs, num=len(arrays), score_of=score_of, interpreted=target.interpreted
-        ),  # fmt: skip
-        out_type=jax.ShapeDtypeStruct(found.shape, jnp.int32),
-        grid=(*found.shape, 1),
+        functools.partial(_choose, plan=plan, **statics, interpreted=target.interpreted),
+        out_type=jax.ShapeDtypeStruct((rows,), jnp.int32),
+        grid=(rows, 1),
         grid_names=("rows", "part"),
         compiler_params=params,
-    )(*arrays, found, temperature, top, limit, least, *of_row)
+    )(*arrays, parts, candidates, top_p, distance, *of_row)

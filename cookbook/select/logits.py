@@ -28,6 +28,11 @@ def logit(x):
     return jnp.where(x == x, x, -jnp.inf)
 
 
+def number_of(ref, row):
+    """A row's number, of (R,), or of (1,) for all rows."""
+    return ref[row if ref.shape[0] > 1 else 0]
+
+
 class Logits(NamedTuple):
     """Logits and what changes them; None where nothing does.
 
@@ -39,7 +44,7 @@ class Logits(NamedTuple):
     counts: Any = None  # (R, V) int32
     prompt: Any = None  # (R or 1, words) int32
     allowed: Any = None  # (R or 1, words) int32
-    repetition: Any = None  # (R,) float32, as are the next.
+    repetition: Any = None  # (R or 1,) float32, as are the next.
     inverse: Any = None  # 1 / repetition.
     frequency: Any = None
     presence: Any = None
@@ -50,7 +55,7 @@ class Logits(NamedTuple):
 
     def of_row(self, row):
         view = lambda ref: None if ref is None else ref.at[row if ref.shape[0] > 1 else 0]
-        number = lambda ref: None if ref is None else ref[row if ref.shape[0] > 1 else 0]
+        number = lambda ref: None if ref is None else number_of(ref, row)
         return Logits(*map(view, self[:5]), *map(number, self[5:]))
 
     def read(self, load, bits):

@@ -17,7 +17,7 @@ cut up. There are three ways to a token:
 - `top_p` or `min_p` without it: `kernel.py` leaves the CANDIDATES highest of logits with noise, in order;
   `kernel_mass.masses` adds up the probabilities above each of them; the first candidate that is kept is the token,
   since those before it are not. The threshold itself is never needed. Where no candidate is kept, which for `top_p` of
-  0.9 happens once in about 10**8 rows, `kernel_mass.redraw` goes on.
+  0.9 happens once in about 10**8 rows, `kernel_mass.choose` goes on.
 
 Bound by: memory (one read; top_p and min_p alone two) and the noise, about 40 instructions per logit.
 Compiled for Hopper; not run on a GPU yet.
@@ -78,7 +78,7 @@ def _bound(seed, position, temperature, x, column):
 def _of_the_highest(values, index, limits, of_row):
     """The token among the highest logits of each row, `values` at `index` in order. `limits`: top_k, top_p, min_p."""
     seed, position, temperature = (x[:, None] for x in of_row)
-    top_k, top_p, min_p = (x[:, None] for x in limits)
+    top_k, top_p, min_p = (x if x is None else x[:, None] for x in limits)
     score = _score(seed, position, temperature, values, index)
     place, top = jnp.arange(values.shape[1]), values[:, :1]
     share = jnp.where(values == top, 1.0, jnp.exp((values - top) * inverse(temperature))) * (place < top_k)
@@ -89,7 +89,10 @@ def _of_the_highest(values, index, limits, of_row):
     total, above = above[:, -1:], above - share
     first = jnp.pad(values[:, 1:] < values[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     above = jax.lax.cummax(jnp.where(first, above, -1.0), axis=1)  # Equal logits are all kept, or none is.
-    kept = (above < top_p * total) & (values >= top + jnp.log(min_p) / inverse(temperature)) | (values == top)
+    kept = above < top_p * total
+    if min_p is not None:
+        kept &= values >= top + jnp.log(min_p) / inverse(temperature)
+    kept |= values == top
     best = jnp.argmax(jnp.where(kept & (place < top_k), score, kernel.LOWEST), axis=1)
     return jnp.take_along_axis(index, best[:, None], axis=1)[:, 0]
 
@@ -99,19 +102,17 @@ def _of_candidates(logits, limits, of_row, target, params):
     temperature = of_row[2]
     select = functools.partial(kernel.stages, logits, target=target, params=params)
     _, index = select(min(CANDIDATES, logits.shape[1]), jnp.float32, key_of=_score, of_row=of_row)
-    top, total, above, drawn = kernel_mass.masses(logits, temperature, index, target, params)
-    limit, least = top_p * total, top + jnp.log(min_p) / inverse(temperature)
-    kept = (above < limit[:, None]) & (drawn >= least[:, None]) | (drawn >= top[:, None])
-    first = jnp.argmax(kept, axis=1)[:, None]
-    found = jnp.where(jnp.any(kept, axis=1), jnp.take_along_axis(index, first, axis=1)[:, 0], -1)
-    return kernel_mass.redraw(logits, found, temperature, top, limit, least, _score, of_row, target, params)
+    parts = kernel_mass.masses(logits, temperature, index, target, params)
+    none = np.full(1, -np.inf, np.float32)
+    distance = none if min_p is None else jnp.log(min_p) / inverse(temperature)
+    return kernel_mass.choose(logits, parts, index, top_p, distance, _score, of_row, target, params)
 
 
 def _log_probabilities(logits, tokens, num: int, target, params):
     """(of the tokens, the `num` best, their tokens), of softmax(logits)."""
-    ones = jnp.ones(tokens.shape, jnp.float32)
-    top, total, _, chosen = kernel_mass.masses(logits, ones, tokens[:, None], target, params)
-    log_sum = (top + jnp.log(total))[:, None]
+    one = np.ones(1, np.float32)
+    parts = kernel_mass.masses(logits, one, tokens[:, None], target, params)
+    log_sum, chosen = kernel_mass.log_sum(parts, logits.shape[1])[:, None], parts[:, 3, :1]
     best, index = chosen[:, :0], jnp.zeros((len(tokens), 0), jnp.int32)
     if num:
         best, index = kernel.stages(logits, num, jnp.float32, target, params, logit_key)
@@ -134,16 +135,19 @@ def _call(logits, of_row, limits, k: int | None, num_logprobs: int | None, targe
 
 
 def _each_row(name: str, x, rows: int, dtype, low=None, high=None, nothing="limit"):
-    """`x`, one number for all rows or one for each, as (rows,) of `dtype`."""
-    x, kind = _host.as_array("sample", name, x), jnp.integer if dtype == jnp.int32 else jnp.floating
+    """`x`, one number for all rows or one for each, as (1,) or (rows,) of `dtype`: rows of equal ones take a launch."""
+    given, x = x, _host.as_array("sample", name, x)
+    kind = jnp.integer if dtype == jnp.int32 else jnp.floating
     said = f"{_host.PACKAGE}.sample: {name}"
     if not jnp.issubdtype(x.dtype, jnp.integer) and not jnp.issubdtype(x.dtype, kind):
         raise ValueError(f"{said}.dtype is {x.dtype}; must be one of {kind.__name__}: cast it")
     if x.shape not in ((), (rows,)):
         raise ValueError(f"{said}.shape={x.shape}; must be () or ({rows},), one for all rows or for each: reshape it")
-    if low is not None and not isinstance(x, jax.core.Tracer) and not bool(jnp.all((x >= low) & (x <= high))):
+    if not isinstance(given, jax.Array):  # A constant inside `jax.jit` as well, where `x` would take a launch.
+        x = np.asarray(given)
+    if low is not None and not isinstance(x, jax.core.Tracer) and not bool(((x >= low) & (x <= high)).all()):
         raise ValueError(f"{said}={x}; must be from {low} to {high}: pass None for no {nothing}")
-    return jnp.broadcast_to(x.astype(dtype), (rows,))
+    return x.astype(dtype).reshape(-1)
 
 
 def _tokens(name: str, x, rows: int, columns: int, dtypes, packs: bool = False, each: bool = False):
@@ -279,7 +283,7 @@ def sample(
         limits = (
             None if top_k is None else each_k,
             _each_row("top_p", 1.0 if top_p is None else top_p, rows, jnp.float32, 0, 1),
-            _each_row("min_p", 0.0 if min_p is None else min_p, rows, jnp.float32, 0, 1),
+            None if min_p is None else _each_row("min_p", min_p, rows, jnp.float32, 0, 1),
         )
     if num_logprobs is not None:
         num_logprobs = _host.option("sample", "num_logprobs", num_logprobs, int)
