@@ -228,58 +228,70 @@ def sort(key_smem, index_smem, interpreted: bool):
     return lax.fori_loop(0, stages * (stages + 1) // 2, step, state)[:2]
 
 
-def _select(*refs, plan: Plan, of_refs, num: int, num_of_row: int, key_of, interpreted: bool):
-    x, of_row, refs = of_refs(refs[:num]), refs[num : num + num_of_row], refs[num + num_of_row :]
-    *index_gmem, out_gmem, out_index_gmem, keys_smem, key_smem, index_smem, scan_smem = refs
+def _select(*refs, plan: Plan, of_refs, num: int, key_of, finish, interpreted: bool):
+    x, of_row, index_gmem, numbers = of_refs(refs[:num])
+    *outs, keys_smem, key_smem, index_smem, scan_smem = refs[num:]
     row, part = lax.axis_index("rows"), lax.axis_index("part")
+    here = Part(plan, None if index_gmem is None else index_gmem.at[row], keys_smem)
     key_here = functools.partial(key_of, *(logits.number_of(ref, row) for ref in of_row))
-    here = Part(plan, index_gmem[0].at[row] if index_gmem else None, keys_smem)
     _collect(here, x.of_row(row), key_here, key_smem, index_smem, scan_smem, interpreted)
     layout = threads.PER_THREAD
     if plan.num_parts > 1:
         here = pl.ds(part * plan.slots, plan.slots)
-        _device.store(out_gmem.at[row, here], _device.load(key_smem, layout))
-        _device.store(out_index_gmem.at[row, here], _device.load(index_smem, layout))
+        for out_gmem, smem in zip(outs, (key_smem, index_smem), strict=True):
+            _device.store(out_gmem.at[row, here], _device.load(smem, layout))
         return
     key, index = sort(key_smem, index_smem, interpreted)
     slot = plgpu.broadcasted_iota(jnp.int32, (plan.slots,), 0, layout=layout)
+    if finish is not None:
+        numbers = [logits.number_of(ref, row) for ref in numbers]
+        outs[0][row] = finish(numbers, key, index, slot, key_smem, interpreted)
+        return
     wanted = jnp.where(slot < plan.k, slot, -1)
-    threads.scatter(out_gmem.at[row], wanted, from_key(key, out_gmem.dtype), layout, interpreted)
-    threads.scatter(out_index_gmem.at[row], wanted, index, layout, interpreted)
+    for out_gmem, value in zip(outs, (from_key(key, outs[0].dtype), index), strict=True):
+        threads.scatter(out_gmem.at[row], wanted, value, layout, interpreted)
 
 
 def plain_key(x, column):
     return to_key(x)
 
 
-def select(plan: Plan, x: Logits, index, dtype, target: _host.Target, params, key_of=plain_key, of_row=()):
-    """(keys, indices) of (rows, parts * slots), int32; of one part, (values, indices) of (rows, k) in order.
+def select(plan: Plan, x: Logits, index, dtype, target: _host.Target, params, key_of=plain_key, of_row=(), finish=None,
+           numbers=()):  # fmt: skip
+    """(keys, indices) of (rows, parts * slots), int32; of one part, (values, indices) of (rows, k) in order, or what
+    `finish` makes of it.
 
     Args:
       x: (rows, cols), values or keys, and what changes them.
       index: the indices that the columns of keys stand for; None for the columns themselves.
       key_of: makes keys of the row's numbers from `of_row`, (rows,) or (1,) each, of values and of their columns.
+      finish: makes a row's int32 of its numbers from `numbers`, and of its keys and indices in order.
     """
     last = plan.num_parts == 1
     shape = x.shape[0], plan.k if last else plan.num_parts * plan.slots
-    arrays, of_refs = logits.leaves(x)
-    statics = dict(of_refs=of_refs, num=len(arrays), num_of_row=len(of_row), key_of=key_of)
+    finish = finish if last else None
+    arrays, of_refs = logits.leaves((x, of_row, index, numbers if finish else ()))
+    types = [jax.ShapeDtypeStruct(shape, kind) for kind in (dtype if last else jnp.int32, jnp.int32)]
     return _host.kernel(
-        functools.partial(_select, plan=plan, **statics, interpreted=target.interpreted),
-        out_type=(jax.ShapeDtypeStruct(shape, dtype if last else jnp.int32), jax.ShapeDtypeStruct(shape, jnp.int32)),
+        functools.partial(_select, plan=plan, of_refs=of_refs, num=len(arrays), key_of=key_of, finish=finish,
+                          interpreted=target.interpreted),
+        out_type=[jax.ShapeDtypeStruct(shape[:1], jnp.int32)] if finish else types,
         grid=(x.shape[0], plan.num_parts),
         grid_names=("rows", "part"),
         scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in (plan.part, plan.slots, plan.slots, WARPGROUP)],
         compiler_params=params,
-    )(*arrays, *of_row, *([] if index is None else [index]))
+    )(*arrays)  # fmt: skip
 
 
-def stages(x: Logits, k: int, dtype, target: _host.Target, params, key_of=plain_key, of_row=()):
-    """(values, indices), (rows, k) each, of the k largest keys of the rows of `x`, at least 128 columns."""
+def stages(x: Logits, k: int, dtype, target: _host.Target, params, key_of=plain_key, of_row=(), finish=None,
+           numbers=()):  # fmt: skip
+    """(values, indices), (rows, k) each, of the k largest keys of the rows of `x`, at least 128 columns; or (rows,)
+    that `finish` makes of them."""
     index, stage = None, 0
     while True:
         plan = plan_of(*x.shape, k, stage, target.num_sms)
-        found, index = select(plan, x, index, dtype, target, params, key_of, of_row)
+        found = select(plan, x, index, dtype, target, params, key_of, of_row, finish, numbers)
         if plan.num_parts == 1:
-            return found, index
-        x, key_of, of_row, stage = Logits(found), plain_key, (), stage + 1
+            return found[0] if finish else tuple(found)
+        key_of, of_row, stage = plain_key, (), stage + 1
+        x, index = Logits(found[0]), found[1]

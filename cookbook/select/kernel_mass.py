@@ -24,11 +24,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _device, _host
 from .._device import WARPGROUP
 from . import threads
-from .kernel import HIGHEST, LOWEST, Part, from_key, to_key
+from .kernel import HIGHEST, LOWEST, Part, to_key
+from .kernel_draw import LOWEST_FLOAT, as_logit, inverse, share_of
 from .logits import Logits, leaves, logit, number_of
 from .plan import Plan, plan_of
-
-LOWEST_FLOAT = float(jnp.finfo(jnp.float32).min)
 
 
 def logit_key(x, column):
@@ -38,16 +37,6 @@ def logit_key(x, column):
 def part_plan(cols: int) -> Plan:
     """The parts of a row, the same for any number of rows."""
     return plan_of(1, cols, 1, 0, num_sms=1)
-
-
-def inverse(temperature):
-    """The factor of the logits; 1 where the draw is the most probable token."""
-    return 1.0 / jnp.where(temperature <= 0.0, 1.0, temperature)
-
-
-def _share(x, top, scale):
-    """exp of the logits' distances to the highest."""
-    return jnp.exp((x - jnp.maximum(top, LOWEST_FLOAT)) * scale)
 
 
 def _no_sum():
@@ -61,13 +50,11 @@ def _masses(*refs, plan: Plan, of_refs, interpreted: bool):
     candidates = [logit(x_row.at(jnp.minimum(columns_gmem[row, j], plan.cols - 1))) for j in range(num)]
     scale = inverse(number_of(temperature_gmem, row))
     part = Part(plan, None, keys_smem)
-    # Beyond the row there are the lowest of all keys.
-    as_logit = lambda key: jnp.where(key == LOWEST, -jnp.inf, from_key(key, jnp.float32))
     top = jnp.max(as_logit(part.load(x_row, logit_key, interpreted)))
 
     def add(p, sums):
         x = as_logit(part.key(p))
-        share = _share(x, top, scale)
+        share = share_of(x, top, scale)
         shares = [share, *(jnp.where(x > candidate, share, 0.0) for candidate in candidates)]
         more = [threads.totals(some, plan.vec, interpreted) for some in shares]
         return [total + some for total, some in zip(sums, more, strict=True)]
@@ -108,7 +95,7 @@ def _found(parts, candidates_gmem, row, scale, top_p, distance, num_parts: int):
     of_parts = lambda j: _device.load(parts.at[j], threads.PER_THREAD)
     tops = jnp.where(number < num_parts, of_parts(0), -jnp.inf)
     top = jnp.max(tops)
-    weight = jnp.exp((tops - jnp.maximum(top, LOWEST_FLOAT)) * scale)
+    weight = share_of(tops, top, scale)
     total = lambda j: jnp.sum(jnp.where(number < num_parts, of_parts(j) * weight, 0.0))
     limit, least, token = top_p * total(1), top + distance, jnp.int32(-1)
     for j in reversed(range(num)):
@@ -154,7 +141,7 @@ def _choose(*refs, plan: Plan, of_refs, num: int, num_parts: int, score_of, inte
 
         def add(p, total):
             x = logit(part.logits(x_row, p, interpreted))
-            share = jnp.where((x > value) & part.is_fresh(p), _share(x, top, scale), 0.0)
+            share = jnp.where((x > value) & part.is_fresh(p), share_of(x, top, scale), 0.0)
             return total + threads.totals(share, plan.vec, interpreted)
 
         above = jnp.sum(part.over(add, _no_sum()))

@@ -13,7 +13,7 @@ alone, and a rule about logits alone says which tokens are kept: neither depends
 cut up. There are three ways to a token:
 
 - All are kept: `kernel_best.py` finds the maximum. One read.
-- `top_k`: `kernel.py` leaves the k highest logits in order, and the rest is done on those.
+- `top_k`: `kernel.py` leaves the k highest logits in order, and its last stage draws among them (`kernel_draw.py`).
 - `top_p` or `min_p` without it: `kernel.py` leaves the CANDIDATES highest of logits with noise, in order;
   `kernel_mass.masses` adds up the probabilities above each of them; the first candidate that is kept is the token,
   since those before it are not. The threshold itself is never needed. Where no candidate is kept, which for `top_p` of
@@ -32,8 +32,9 @@ import numpy as np
 
 from .. import _host
 from .._device import WARPGROUP
-from . import kernel, kernel_best, kernel_mass, noise
-from .kernel_mass import inverse, logit_key
+from . import kernel, kernel_best, kernel_draw, kernel_mass, noise
+from .kernel_draw import inverse
+from .kernel_mass import logit_key
 from .logits import BITS, Logits, logit, packed, widened
 from .top_k import COLUMNS_MAX, K_MAX
 
@@ -75,26 +76,11 @@ def _bound(seed, position, temperature, x, column):
     )
 
 
-def _of_the_highest(values, index, limits, of_row):
-    """The token among the highest logits of each row, `values` at `index` in order. `limits`: top_k, top_p, min_p."""
-    seed, position, temperature = (x[:, None] for x in of_row)
-    top_k, top_p, min_p = (x if x is None else x[:, None] for x in limits)
-    score = _score(seed, position, temperature, values, index)
-    place, top = jnp.arange(values.shape[1]), values[:, :1]
-    share = jnp.where(values == top, 1.0, jnp.exp((values - top) * inverse(temperature))) * (place < top_k)
-    above, distance = share, 1  # Sums up to each place, always in the same order.
-    while distance < values.shape[1]:
-        above = above + jnp.pad(above[:, :-distance], ((0, 0), (distance, 0)))
-        distance *= 2
-    total, above = above[:, -1:], above - share
-    first = jnp.pad(values[:, 1:] < values[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    above = jax.lax.cummax(jnp.where(first, above, -1.0), axis=1)  # Equal logits are all kept, or none is.
-    kept = above < top_p * total
-    if min_p is not None:
-        kept &= values >= top + jnp.log(min_p) / inverse(temperature)
-    kept |= values == top
-    best = jnp.argmax(jnp.where(kept & (place < top_k), score, kernel.LOWEST), axis=1)
-    return jnp.take_along_axis(index, best[:, None], axis=1)[:, 0]
+def _distance(min_p, temperature):
+    """How far below the highest a logit may be, at most 0."""
+    if min_p is None:
+        return np.full(1, -np.inf, np.float32)
+    return jnp.log(min_p) / inverse(temperature)
 
 
 def _of_candidates(logits, limits, of_row, target, params):
@@ -103,8 +89,7 @@ def _of_candidates(logits, limits, of_row, target, params):
     select = functools.partial(kernel.stages, logits, target=target, params=params)
     _, index = select(min(CANDIDATES, logits.shape[1]), jnp.float32, key_of=_score, of_row=of_row)
     parts = kernel_mass.masses(logits, temperature, index, target, params)
-    none = np.full(1, -np.inf, np.float32)
-    distance = none if min_p is None else jnp.log(min_p) / inverse(temperature)
+    distance = _distance(min_p, temperature)
     return kernel_mass.choose(logits, parts, index, top_p, distance, _score, of_row, target, params)
 
 
@@ -123,8 +108,10 @@ def _log_probabilities(logits, tokens, num: int, target, params):
 def _call(logits, of_row, limits, k: int | None, num_logprobs: int | None, target: _host.Target, params):
     logits = widened(logits, WARPGROUP)
     if k is not None:
-        values, index = kernel.stages(logits, k, jnp.float32, target, params, logit_key)
-        tokens = _of_the_highest(values, index, limits, of_row)
+        top_k, top_p, min_p = limits
+        numbers = *of_row, top_k, top_p, _distance(min_p, of_row[2])
+        draw = kernel_draw.Draw(_score)
+        tokens = kernel.stages(logits, k, jnp.float32, target, params, logit_key, finish=draw, numbers=numbers)
     elif limits is None:
         tokens = kernel_best.best(logits, _score, _bound, of_row, target, params)
     else:

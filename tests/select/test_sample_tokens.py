@@ -153,7 +153,7 @@ def test_noise():
     "change, mutant, options",
     [
         ("what is not more probable counts", lambda monkeypatch: monkeypatch.setattr(
-            kernel_mass, "_share", lambda x, top, scale: x * 0 + 1.0), dict(top_p=0.3)),
+            kernel_mass, "share_of", lambda x, top, scale: x * 0 + 1.0), dict(top_p=0.3)),
         ("a position has no noise of its own", lambda monkeypatch: monkeypatch.setattr(
             noise, "row_key", lambda seed, position: (seed, seed)), {}),
         ("a set is read a word too far", lambda monkeypatch: monkeypatch.setattr(
