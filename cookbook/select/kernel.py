@@ -30,7 +30,7 @@ from .. import _device, _host
 from .._device import WARPGROUP, Ref
 from . import logits, threads
 from .logits import Logits
-from .plan import Plan, plan_of
+from .plan import VALUES, Plan, plan_of
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
@@ -284,14 +284,14 @@ def select(plan: Plan, x: Logits, index, dtype, target: _host.Target, params, ke
 
 
 def stages(x: Logits, k: int, dtype, target: _host.Target, params, key_of=plain_key, of_row=(), finish=None,
-           numbers=()):  # fmt: skip
+           numbers=(), values=VALUES):  # fmt: skip
     """(values, indices), (rows, k) each, of the k largest keys of the rows of `x`, at least 128 columns; or (rows,)
-    that `finish` makes of them."""
+    that `finish` makes of them. `values`: of a thread in a piece; fewer where keys take many registers to make."""
     index, stage = None, 0
     while True:
-        plan = plan_of(*x.shape, k, stage, target.num_sms)
+        plan = plan_of(*x.shape, k, stage, target.num_sms, values)
         found = select(plan, x, index, dtype, target, params, key_of, of_row, finish, numbers)
         if plan.num_parts == 1:
             return found[0] if finish else tuple(found)
-        key_of, of_row, stage = plain_key, (), stage + 1
+        key_of, of_row, stage, values = plain_key, (), stage + 1, VALUES
         x, index = Logits(found[0]), found[1]

@@ -26,13 +26,12 @@ from .logits import Logits, leaves, number_of
 from .plan import Plan, plan_of
 
 BLOCKS_PER_SM = 4
-VALUES = 8  # Of a thread in a piece: in small pieces fewer values are beside one that may win.
+SCORED = 8  # Values of a thread in a piece: noise takes registers, and fewer values are beside one that may win.
 OF_MINUS_INFINITY = -(2**31) + 2**23 - 1  # Its key.
 
 
 def best_plan(rows: int, cols: int, num_sms: int) -> Plan:
-    plan = plan_of(rows, cols, 1, 0, num_sms)
-    plan = dataclasses.replace(plan, loads=min(plan.loads, pl.cdiv(VALUES, plan.vec)))
+    plan = plan_of(rows, cols, 1, 0, num_sms, SCORED)
     of_row = pl.cdiv(cols, plan.piece)
     num_pieces = min(pl.cdiv(of_row * rows, BLOCKS_PER_SM * num_sms), of_row)
     num_pieces += num_pieces > 1 and num_pieces % 2  # An even number: see `Plan.unroll`.

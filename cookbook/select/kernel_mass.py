@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How probable what is more probable than a candidate is, and the draw where no candidate was probable enough.
 
-`masses`: a block of one warpgroup takes a part of a row, as in `kernel.py`: its maximum, the sum of its exponentials,
-and for each candidate the sum of those above it. The parts are the same however many rows there are, and their sums are
-added in one order, so a row's results do not depend on its batch.
+`masses`: a block of one warpgroup takes a part of a row, as in `kernel.py`: its maximum, and in a second pass, mostly
+from the L1 cache, the sum of its exponentials and for each candidate the sum of those above it. The parts are the same
+however many rows there are, and their sums are added in one order, so a row's results do not depend on its batch.
 
 `choose`: a block per row adds up what the parts have and takes the first candidate that is kept. If none is, it draws
 among the tokens above the last one refused, adds up what is above the one drawn, and so on until one is kept: the most
@@ -19,15 +19,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
 from .._device import WARPGROUP
 from . import threads
 from .kernel import HIGHEST, LOWEST, Part, to_key
-from .kernel_draw import LOWEST_FLOAT, as_logit, inverse, share_of
+from .kernel_draw import LOWEST_FLOAT, inverse, share_of
 from .logits import Logits, leaves, logit, number_of
 from .plan import Plan, plan_of
+
+# Each candidate is refused with a probability of 1 - top_p. Where that is low, fewer sums are enough.
+FEW, ENOUGH = 4, 0.85
 
 
 def logit_key(x, column):
@@ -44,30 +46,47 @@ def _no_sum():
 
 
 def _masses(*refs, plan: Plan, of_refs, interpreted: bool):
-    *arrays, temperature_gmem, columns_gmem, out_gmem, keys_smem = refs
+    *arrays, temperature_gmem, top_p_gmem, columns_gmem, out_gmem = refs
     row, block = lax.axis_index("rows"), lax.axis_index("part")
     num, x_row = columns_gmem.shape[1], of_refs(arrays).of_row(row)
     candidates = [logit(x_row.at(jnp.minimum(columns_gmem[row, j], plan.cols - 1))) for j in range(num)]
     scale = inverse(number_of(temperature_gmem, row))
-    part = Part(plan, None, keys_smem)
-    top = jnp.max(as_logit(part.load(x_row, logit_key, interpreted)))
+    part = Part(plan, None, None)
 
-    def add(p, sums):
-        x = as_logit(part.key(p))
-        share = share_of(x, top, scale)
-        shares = [share, *(jnp.where(x > candidate, share, 0.0) for candidate in candidates)]
-        more = [threads.totals(some, plan.vec, interpreted) for some in shares]
-        return [total + some for total, some in zip(sums, more, strict=True)]
+    def highest(g, top):
+        pieces = [g * plan.unroll + u for u in range(plan.unroll)]
+        for x in [part.logits(x_row, p, interpreted) for p in pieces]:  # All in flight at once.
+            top = jnp.maximum(top, threads.highest(logit(x), plan.vec, interpreted))
+        return top
 
-    sums = part.over(add, [_no_sum()] * (1 + num))
-    for j, value in enumerate([top, *map(jnp.sum, sums), *candidates]):
-        out_gmem[row, j, block] = value
+    top = jnp.max(lax.fori_loop(0, plan.num_pieces // plan.unroll, highest, _no_sum() - jnp.inf))
+
+    def sums_above(candidates):
+        def add(p, sums):
+            x = jnp.where(part.is_fresh(p), logit(part.logits(x_row, p, interpreted)), -jnp.inf)
+            share = share_of(x, top, scale)
+            shares = [share, *(jnp.where(x > candidate, share, 0.0) for candidate in candidates)]
+            more = [threads.totals(some, plan.vec, interpreted) for some in shares]
+            return [total + some for total, some in zip(sums, more, strict=True)]
+
+        sums = part.over(add, [_no_sum()] * (1 + len(candidates)))
+        for j, value in enumerate([top, *map(jnp.sum, sums)]):
+            out_gmem[row, j, block] = value
+
+    if num > FEW:
+        few = number_of(top_p_gmem, row) >= ENOUGH
+        pl.when(few)(lambda: sums_above(candidates[:FEW]))
+        pl.when(~few)(lambda: sums_above(candidates))
+    else:
+        sums_above(candidates)
+    for j, value in enumerate(candidates):
+        out_gmem[row, 2 + num + j, block] = value
 
 
-def masses(logits: Logits, temperature, candidates, target: _host.Target, params):
+def masses(logits: Logits, temperature, top_p, candidates, target: _host.Target, params):
     """(rows, 2 + 2 * num, parts) float32 of parts of rows, of which there are `num_parts`: the highest logit, the sum
     of exp((logit - it) / temperature), that of those above each of `candidates`, (rows, num) columns, and the
-    candidates' logits."""
+    candidates' logits. Where `top_p` is at least ENOUGH, the sums are those of the first FEW candidates alone."""
     plan, (rows, num) = part_plan(logits.shape[1]), candidates.shape
     arrays, of_refs = leaves(logits)
     return _host.kernel(
@@ -76,9 +95,8 @@ def masses(logits: Logits, temperature, candidates, target: _host.Target, params
         out_type=jax.ShapeDtypeStruct((rows, 2 + 2 * num, WARPGROUP), jnp.float32),
         grid=(rows, plan.num_parts),
         grid_names=("rows", "part"),
-        scratch_types=[plgpu.SMEM((plan.part,), jnp.int32)],
         compiler_params=params,
-    )(*arrays, temperature, candidates)
+    )(*arrays, temperature, top_p, candidates)
 
 
 def log_sum(parts, cols: int):
@@ -100,7 +118,8 @@ def _found(parts, candidates_gmem, row, scale, top_p, distance, num_parts: int):
     limit, least, token = top_p * total(1), top + distance, jnp.int32(-1)
     for j in reversed(range(num)):
         value = parts[2 + num + j, 0]
-        token = jnp.where(_is_kept(total(2 + j), value, limit, least, top), candidates_gmem[row, j], token)
+        kept = _is_kept(total(2 + j), value, limit, least, top) & ((top_p < ENOUGH) | (j < FEW))
+        token = jnp.where(kept, candidates_gmem[row, j], token)
     return token, top, limit, least
 
 

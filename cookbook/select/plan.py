@@ -69,9 +69,9 @@ class Plan:
         return (self.stage + 1) << 24
 
 
-def plan_of(rows: int, cols: int, k: int, stage: int, num_sms: int) -> Plan:
+def plan_of(rows: int, cols: int, k: int, stage: int, num_sms: int, values: int = VALUES) -> Plan:
     vec = math.gcd(cols, VECTOR)
-    loads = VALUES // vec
+    loads = values // vec
     while WARPGROUP * vec * loads > cols and vec * loads > 1:
         vec, loads = (vec, loads // 2) if loads > 1 else (vec // 2, 1)
     piece, slots = WARPGROUP * vec * loads, candidates(k)

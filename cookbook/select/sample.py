@@ -17,7 +17,7 @@ cut up. There are three ways to a token:
 - `top_p` or `min_p` without it: `kernel.py` leaves the CANDIDATES highest of logits with noise, in order;
   `kernel_mass.masses` adds up the probabilities above each of them; the first candidate that is kept is the token,
   since those before it are not. The threshold itself is never needed. Where no candidate is kept, which for `top_p` of
-  0.9 happens once in about 10**8 rows, `kernel_mass.choose` goes on.
+  0.9 happens once in about 10**4 rows, `kernel_mass.choose` goes on.
 
 Bound by: memory (one read; top_p and min_p alone two) and the bits of the noise, about 30 instructions per logit.
 Not supported: gradients.
@@ -32,6 +32,7 @@ import numpy as np
 from .. import _host
 from .._device import WARPGROUP
 from . import kernel, kernel_best, kernel_draw, kernel_mass, noise
+from .kernel_best import SCORED
 from .kernel_draw import inverse
 from .kernel_mass import logit_key
 from .logits import BITS, Logits, logit, packed, widened
@@ -86,8 +87,8 @@ def _of_candidates(logits, limits, of_row, target, params):
     _, top_p, min_p = limits
     temperature = of_row[2]
     select = functools.partial(kernel.stages, logits, target=target, params=params)
-    _, index = select(min(CANDIDATES, logits.shape[1]), jnp.float32, key_of=_score, of_row=of_row)
-    parts = kernel_mass.masses(logits, temperature, index, target, params)
+    _, index = select(min(CANDIDATES, logits.shape[1]), jnp.float32, key_of=_score, of_row=of_row, values=SCORED)
+    parts = kernel_mass.masses(logits, temperature, top_p, index, target, params)
     distance = _distance(min_p, temperature)
     return kernel_mass.choose(logits, parts, index, top_p, distance, _score, of_row, target, params)
 
@@ -95,7 +96,7 @@ def _of_candidates(logits, limits, of_row, target, params):
 def _log_probabilities(logits, tokens, num: int, target, params):
     """(of the tokens, the `num` best, their tokens), of softmax(logits)."""
     one = np.ones(1, np.float32)
-    parts = kernel_mass.masses(logits, one, tokens[:, None], target, params)
+    parts = kernel_mass.masses(logits, one, one, tokens[:, None], target, params)
     log_sum, chosen = kernel_mass.log_sum(parts, logits.shape[1])[:, None], parts[:, 3, :1]
     best, index = chosen[:, :0], jnp.zeros((len(tokens), 0), jnp.int32)
     if num:
