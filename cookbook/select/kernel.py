@@ -52,10 +52,11 @@ def from_key(key, dtype):
     return lax.bitcast_convert_type(key if bits == 32 else key.astype(jnp.int16), dtype)
 
 
-def search(count, k: int, most: int, low, reached):
+def search(count, k: int, most: int, low, high, reached):
     """(threshold, count): the highest threshold that at least `k` keys reach, or one that at most `most` do.
 
-    `count(threshold)` keys reach a threshold. `low` is one that `reached` keys do, at least `k`.
+    `count(threshold)` keys reach a threshold. `low` is one that `reached` keys do, at least `k`; `high` is no key's, or
+    the highest key.
     """
 
     def halve(state):
@@ -66,7 +67,7 @@ def search(count, k: int, most: int, low, reached):
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1), jnp.where(enough, here, reached)
 
     going_on = lambda state: (state[0] < state[1]) & (state[2] > most)
-    low, _, reached = lax.while_loop(going_on, halve, (low, jnp.int32(HIGHEST), reached))
+    low, _, reached = lax.while_loop(going_on, halve, (low, high, reached))
     return low, reached
 
 
@@ -137,40 +138,58 @@ class Part:
         """The columns of piece `p`."""
         return self._turn(p)[1] + self.column()
 
-    def _rank(self, p, last):
-        """The indices of piece `p`, which are loaded where `last` is a bound at all."""
-        if self.index_gmem is None:
-            return self.place(p)
-        return lax.cond(last < HIGHEST, lambda: self.values(self.index_gmem, p), lambda: self.place(p))
+    def _rank(self, p):
+        """The indices of piece `p`."""
+        return self.place(p) if self.index_gmem is None else self.values(self.index_gmem, p)
 
     def taken(self, p, threshold, last):
         """Which keys of piece `p` are above the threshold, or at it with an index up to `last`: 1, otherwise 0."""
         key = self.key(p)
-        tied = (key == threshold) & self.is_fresh(p) & (self._rank(p, last) <= last)
-        return ((key > threshold) | tied).astype(jnp.int32)
+
+        def exactly():
+            tied = (key == threshold) & self.is_fresh(p) & (self._rank(p) <= last)
+            return ((key > threshold) | tied).astype(jnp.int32)
+
+        # Keys that stand for no column are the lowest.
+        is_simple = (last == HIGHEST) & (threshold > LOWEST)
+        return lax.cond(is_simple, lambda: (key >= threshold).astype(jnp.int32), exactly)
 
     def num_taken(self, threshold, last):
         """How many are, of those that have the same place in their pieces."""
         return self.over(lambda p, so_far: so_far + self.taken(p, threshold, last), self.column() * 0)
 
-    def _num_reaching(self, threshold):
+    def num_reaching(self, threshold):
+        """How many keys reach it, of those that have the same place in their pieces."""
         count = lambda p, so_far: so_far + (self.key(p) >= threshold).astype(jnp.int32)
-        return jnp.sum(self.over(count, self.column() * 0))
+        return self.over(count, self.column() * 0)
 
-    def threshold(self, maxima):
-        """(threshold, last), by which at least `k` keys are taken, if there are as many, and at most `slots`."""
-        plan, low = self.plan, jnp.int32(LOWEST)
+    def bound(self, maxima):
+        """(threshold, last, counts): by which at least `k` keys are taken, if there are as many, and at most `slots`;
+        and how many are, of those that have the same place in their pieces."""
+        plan, low, high = self.plan, jnp.int32(LOWEST), jnp.int32(HIGHEST)
         if plan.part <= plan.slots:
-            return low, jnp.int32(HIGHEST)
+            return low, high, self.num_taken(low, high)
+        top = jnp.max(maxima)
         if plan.k == 1:
-            low = jnp.max(maxima)
+            low = top
         elif plan.num_maxima >= plan.k:
             count = lambda threshold: jnp.sum((maxima >= threshold).astype(jnp.int32))
-            low, _ = search(count, plan.k, plan.k + plan.k // 8, low, jnp.int32(plan.num_maxima))
-        low, reached = search(self._num_reaching, plan.k, plan.slots, low, self._num_reaching(low))
-        # Too many keys are equal: how far the indices go, as what is highest of their complements.
-        count = lambda complement: jnp.sum(self.num_taken(low, ~complement))
-        return low, ~search(count, plan.k, plan.slots, jnp.int32(LOWEST), reached)[0]
+            # Few maxima for each key that is wanted stand for more keys: those are not to be too many.
+            most = plan.k + plan.k // (8 if plan.num_maxima >= 4 * plan.k else 32)
+            low, _ = search(count, plan.k, most, jnp.min(maxima), top, jnp.int32(plan.num_maxima))
+        counts = self.num_reaching(low)
+        reached = jnp.sum(counts)
+
+        def go_on():
+            count = lambda threshold: jnp.sum(self.num_reaching(threshold))
+            threshold, still = search(count, plan.k, plan.slots, low, top, reached)
+            # Too many keys are equal: how far the indices go, as what is highest of their complements.
+            count = lambda complement: jnp.sum(self.num_taken(threshold, ~complement))
+            last = ~search(count, plan.k, plan.slots, jnp.int32(LOWEST), high, still)[0]
+            return threshold, last, self.num_taken(threshold, last)
+
+        # Mostly there are few enough, and they are counted already.
+        return lax.cond((reached <= plan.slots) & (low > LOWEST), lambda: (low, high, counts), go_on)
 
 
 def _collect(part: Part, x: Logits, key_of, key_smem, index_smem, scan_smem, interpreted: bool):
@@ -180,9 +199,8 @@ def _collect(part: Part, x: Logits, key_of, key_smem, index_smem, scan_smem, int
     _device.store(key_smem, jnp.where(slot < 0, slot, LOWEST))  # A constant would need 256 slots at a time.
     _device.store(index_smem, slot + (plan.pad + lax.axis_index("part") * plan.slots))
     maxima = part.load(x, key_of, interpreted)
-    bound = part.threshold(maxima)
-    counts = threads.totals(part.num_taken(*bound), plan.vec, interpreted)
-    free = threads.before(counts, scan_smem, interpreted)
+    *bound, counts = part.bound(maxima)
+    free = threads.before(threads.totals(counts, plan.vec, interpreted), scan_smem, interpreted)
     refs = key_smem, index_smem
     put = lambda p, free: threads.put(
         refs, part.taken(p, *bound), (part.key(p), part.place(p)), free, plan.vec, interpreted

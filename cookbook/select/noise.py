@@ -16,9 +16,14 @@ ADDEND, OTHER = (int(np.uint32(n).astype(np.int32)) for n in (0x9E3779B9, 0x85EB
 FACTORS = tuple(int(np.uint32(n).astype(np.int32)) for n in (0x7FEB352D, 0x846CA68B))
 
 
-def _mix(x):
+def _stir(x):
     for shift, factor in zip((16, 15), FACTORS, strict=True):
         x = (x ^ lax.shift_right_logical(x, jnp.int32(shift))) * factor
+    return x
+
+
+def _mix(x):
+    x = _stir(x)
     return x ^ lax.shift_right_logical(x, jnp.int32(16))
 
 
@@ -44,5 +49,6 @@ def gumbel(key, column):
 
 def gumbel_bound(key, column):
     """float32 at least as high as the noise of int32 columns, by one logarithm: -log(1 - u) is at least u."""
-    half = lax.shift_right_logical(bits(key, column), jnp.int32(1)).astype(jnp.float32) + 0.5
-    return (31 * LOG_2 + 1e-3) - jnp.log(half)  # All that may be rounded otherwise is far below 1e-3.
+    # The last step of the mixing leaves the 16 higher bits as they are; u is 2**-32 or more where they are 0.
+    high = lax.shift_right_logical(_stir(_mix(column + key[0]) ^ key[1]), jnp.int32(16)).astype(jnp.float32)
+    return (16 * LOG_2 + 1e-3) - jnp.log(high + 2.0**-16)  # All that may be rounded otherwise is far below 1e-3.

@@ -104,7 +104,7 @@ def equal(columns):
     "change, mutant, values",
     [
         ("ties by any index", lambda patch: patch(
-            kernel.Part, "_rank", lambda self, p, last, rank=kernel.Part._rank: -rank(self, p, last)), equal),
+            kernel.Part, "_rank", lambda self, p, rank=kernel.Part._rank: -rank(self, p)), equal),
         ("the last piece counted twice", lambda patch: patch(
             kernel.Part, "is_fresh", lambda self, p: self.column() >= 0), lambda columns: -abs(columns - 1500)),
         ("threads share slots", lambda patch: patch(threads, "before", lambda counts, *_: counts * 0), equal),
