@@ -48,8 +48,8 @@ def running_sum(x, slot, smem, interpreted: bool):
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """What a block does with the sorted slots of its row. `score_of` makes keys of the row's numbers, of logits and of
-    their columns."""
+    """A block's draw among the sorted slots of its row. `score_of` makes keys of the row's numbers, of logits and
+    of their columns."""
 
     score_of: Callable
 

@@ -124,7 +124,7 @@ def _found(parts, candidates_gmem, row, scale, top_p, distance, num_parts: int):
 
 
 def _is_kept(above, value, limit, least, top):
-    """Of a logit with a sum `above` it: of equal ones all are kept, and the highest always."""
+    """Whether a logit with a sum `above` it is kept: equal ones are all or none, and the highest always."""
     return ((above < limit) & (value >= least)) | (value >= top)
 
 

@@ -24,7 +24,7 @@ COLUMNS_MAX, K_MAX = 512, 16  # 128 registers for keys and columns. The rounds d
 
 
 def layout(vec: int):
-    """Of (ROWS, columns): 4 rows in each warp, of which each thread has runs of `vec` columns."""
+    """The layout of (ROWS, columns): each warp has 4 rows, and each thread runs of `vec` columns of one."""
     columns, rows = LANES * vec, ROWS // 4
     tiling = plgpu.Tiling(((ROWS, columns), (rows, columns), (vec,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
