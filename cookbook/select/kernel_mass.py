@@ -99,12 +99,20 @@ def masses(logits: Logits, temperature, top_p, candidates, target: _host.Target,
     )(*arrays, temperature, top_p, candidates)
 
 
+def tree_sum(x):
+    """The sum over the last axis, always in the same order, which XLA's is not."""
+    while x.shape[-1] > 1:
+        half = -(-x.shape[-1] // 2)
+        x = x[..., :half] + jnp.pad(x[..., half:], [(0, 0)] * (x.ndim - 1) + [(0, 2 * half - x.shape[-1])])
+    return x[..., 0]
+
+
 def log_sum(parts, cols: int):
     """(rows,) log of the sum of exp(logits), of `masses` at a temperature of 1."""
     tops, sums = parts[:, :2, : part_plan(cols).num_parts].swapaxes(0, 1)
     top = jnp.max(tops, axis=1)
     weight = jnp.exp(tops - jnp.maximum(top, LOWEST_FLOAT)[:, None])
-    return top + jnp.log(jnp.sum(sums * weight, axis=1))
+    return top + jnp.log(tree_sum(sums * weight))
 
 
 def _found(parts, candidates_gmem, row, scale, top_p, distance, num_parts: int):
