@@ -8,7 +8,8 @@ Shapes: x (..., C) with C up to 2**20, k up to 2048; values and indices (..., k)
 
 A row is cut into parts, one for each block. A stage leaves at least k candidates per part, side by side; the next stage
 selects among those, and the last stage has the row to itself and sorts what is left. `kernel.py` has the tables of
-roles and barriers, and the plan is in `plan.py`.
+roles and barriers, and the plan is in `plan.py`. 16 rows or more of at most 512 values each are for `kernel_rows.py` if
+k is at most 16: a warp has 4 rows.
 
 Bound by: memory (one read). Rows that are not a multiple of 16 bytes are loaded in smaller words.
 Not supported: other axes (move the axis first), k above 2048.

@@ -115,6 +115,15 @@ def test_sets_are_packed_as_numpy_packs_them():
     np.testing.assert_array_equal(np.asarray(logits.packed(is_in)).view(np.uint32), in_words(is_in))
 
 
+@pytest.mark.parametrize("top_k, k", [(7, 7), (np.int64(7), 7), (jnp.int32(7), 90)])
+def test_an_integer_is_compiled_for_and_an_array_is_not(top_k, k, monkeypatch):
+    seen = []
+    monkeypatch.setattr(module, "_call", lambda logits, of_row, limits, k, *_: seen.append(k))
+    with lab.interpret():
+        sample(np.zeros((2, 90), np.float32), 0, 0, top_k=top_k)
+    assert seen == [k]
+
+
 def test_candidates_that_run_out(monkeypatch):
     """Where no candidate is kept the draw goes on, to the same token."""
     x = array(np.random.default_rng(4).standard_normal((3, 300)), F32)
