@@ -64,7 +64,7 @@ def changes_of(names, rng, rows: int, columns: int) -> dict:
         found["prompt"] = chosen(0.2) if "prompt" in names else in_words(chosen(0.2))
     for name in penalties:
         low = 0.5 if name.startswith("repetition") else -1.0
-        found[name] = rng.uniform(low, 2.0, rows).astype(np.float32) if len(penalties) > 1 else 1.5
+        found[name] = rng.uniform(low, 2.0, rows).astype(np.float32) if len(penalties) > 1 else np.float32(1.5)
     return found
 
 
