@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from ... import _host
 from .. import arguments
 from ..launch import fused_product
-from ..references import exact_product
+from ..references import exact_product, rounded
 from ..references import flops as flops
 from ..tiles import Tiles
 from . import cost_int8_weights
@@ -37,7 +37,7 @@ GROUPS = 32, 64, 128  # Sizes of groups along K.
 
 def matmul_int4_weights_reference(x, w, scales, zeros=None, group_size=128, weight_dtype=jnp.bfloat16):
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    return exact_product(x, weights_reference(w, scales, zeros, group_size, x.shape[1], dtype).astype(weight_dtype))
+    return exact_product(x, rounded(weights_reference(w, scales, zeros, group_size, x.shape[1], dtype), weight_dtype))
 
 
 def weights_reference(w, scales, zeros, group_size, k, dtype):
