@@ -23,7 +23,7 @@ def word_of_a_thread(ax):
     for pair in range(4):
         words(ax, left + (8 * pair + 4) * cell + 0.03 * pair, 2.8, f"pair {pair}", 7.5, colour=SOFT)
     words(ax, 0.05, 2.45, "the row's 8 words: two for each lane, read at once", 8.5, ha="left")
-    width = 0.9
+    width = 0.88
     for i in range(8):
         lane, part = divmod(i, 2)
         box(ax, left + i * width, 1.98, width - 0.03, 0.28, f"lane {lane}, part {part}", LANES[lane],
@@ -43,14 +43,14 @@ def word_of_a_thread(ax):
             linewidth=0.7)  # fmt: skip
         box(ax, x, 0.32, wide - 0.03, 0.3, f"k = {2 + half}", RED, fill=0.2, size=8, linewidth=0.7)
     words(ax, 0.05, 0.47, "& 0x000F000F", 7.5, ha="left")
-    words(ax, bit + 4 * wide, 0.14, "pair 0: two numbers of 16 bits in one register; a shift by 4, 8 or 12 before gives "
-          "pairs 1 to 3", 8, colour=SOFT)  # fmt: skip
+    caption = "pair 0: two numbers of 16 bits in one register; a shift by 4, 8 or 12 before gives pairs 1 to 3"
+    words(ax, bit + 4 * wide, 0.14, caption, 8, colour=SOFT)
 
 
 @drawing(7.8, 3.1)
 def bits_of_floats(ax):
     """The bits of 4-bit weights as bfloat16: in the mantissa of 128, as a subnormal number, and as a small exponent."""
-    cell, left = 0.235, 2.3
+    cell, left = 0.235, 1.95
     right = left + 16 * cell + 0.1
     colour = lambda i: SOFT if i == 0 else GREEN if i < 9 else BLUE
     rows = (
@@ -69,5 +69,6 @@ def bits_of_floats(ax):
                 fill=0.45 if i in placed else 0.12, size=8, linewidth=0.7)  # fmt: skip
         words(ax, right, y + 0.14, value, 8.5, ha="left")
     words(ax, left, 0.62, "filled: the four bits of the weight", 8, ha="left", colour=RED)
-    words(ax, left, 0.3, "8 bits of exponent with a bias of 127; where all are zero, the exponent is -126 and no 1 stands\n"
-          "before the mantissa, so its last bit is worth 2⁻¹³³", 8, ha="left", colour=INK)  # fmt: skip
+    words(ax, left, 0.38, "a bfloat16 has 8 bits of exponent, with a bias of 127", 8, ha="left", colour=INK)
+    subnormal = "where all of them are 0 it is subnormal: no 1 stands before the mantissa, whose last bit is 2⁻¹³³"
+    words(ax, left, 0.14, subnormal, 8, ha="left", colour=INK)
