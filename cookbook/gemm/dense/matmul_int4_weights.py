@@ -14,8 +14,8 @@ Role and barrier tables: `kernel.py`, where the operand `a` is w and the operand
 Bound by: the memory that the weights come from with few rows of x, the tensor cores with many.
 
 Not supported: groups out of order (GPTQ's `desc_act`); zero points that are no integers; batches (use `jax.vmap`);
-differentiation. Source: Frantar et al., "MARLIN" (2024), for packing weights
-in the order of a warp's operands; GPTQ (2022) and AWQ (2023), for the use.
+differentiation. Chapter: notebooks/09c_four_bits.ipynb. Source: Frantar et al., "MARLIN" (2024), for packing weights in
+the order of a warp's operands; GPTQ (2022) and AWQ (2023), for the use.
 """
 
 import jax
