@@ -223,6 +223,12 @@ def _is_interpreted() -> bool:
     return "interpret=InterpretGPUParams" in str(jax.make_jaxpr(empty)())
 
 
+def _interpreted_now() -> bool:
+    """Whether an op that has called `require_target` is interpreted."""
+    target = _target.get()
+    return target.interpreted if target else jax.default_backend() != "gpu"
+
+
 def compiler_params(**kwargs) -> plgpu.CompilerParams:
     """`plgpu.CompilerParams(**kwargs)`, with the in-kernel profiler on inside `profiling`."""
     return plgpu.CompilerParams(**kwargs, **(_profile.get() or {}))
@@ -257,20 +263,53 @@ def _launchable(grid=(), grid_names=(), **others) -> dict:
     return dict(grid=grid, grid_names=names) | others
 
 
-def kernel(body, varies: bool = True, **kwargs):
+# How kernels are launched after each other; part of JAX's cache keys, because kernels are traced differently.
+_dependent = jax.make_user_context(None)
+
+
+def dependent_launches(*, weights_ready: bool = False):
+    """Kernels traced inside this context are launched before the kernel before them in the program has ended.
+
+    A launch costs microseconds in which the GPU reads nothing: the last blocks of a kernel end, the next is set up,
+    its first copies are on their way. So launched, a kernel is set up meanwhile, block by block as SMs become free, and
+    waits itself, by `griddepcontrol.wait`, until the kernel before it has ended and what it wrote can be read
+    (programmatic dependent launch). It is for long rows of short kernels, such as a step of a model that decodes.
+    The kernels' results stay the same, bit by bit.
+
+    CUDA does so between kernels that are launched one by one in a stream. The kernels of a command buffer of XLA keep
+    their ends: compile the program without (`compiler_options={"xla_gpu_enable_command_buffer": ""}`).
+
+    Args:
+      weights_ready: `matmul` (its b) and `glu` (both weights) also load the first tiles of their weights before they
+        wait. The caller promises that no weight is written by a kernel of this package that is traced inside and that
+        comes right before, or before that, with nothing but kernels traced inside between them.
+    """
+    return _dependent("weights" if weights_ready else "all")
+
+
+def is_dependent(interpreted: bool, *, weights: bool = False) -> bool:
+    """Whether kernels traced now are inside `dependent_launches`, where weights are ready if `weights` is asked."""
+    return not interpreted and (_dependent.value == "weights" if weights else _dependent.value is not None)
+
+
+def kernel(body, varies: bool = True, waits: bool = False, **kwargs):
     """`plgpu.kernel(body, **kwargs)`, at home in JAX.
 
     Its results vary over the mesh axes of `jax.shard_map` over which an operand varies: `shard_map` checks that, and
     JAX's kernels say nothing about it. With `varies=False` these say nothing either, for a result that another kernel
     changes in place. `body` is traced under `own_options`. Profilers show a kernel by the name of its file or room, and
-    of its function.
+    of its function. Inside `dependent_launches` it begins by waiting, unless `body` does so itself (`waits`).
     """
-    function = body
+    function, dependent = body, is_dependent(_interpreted_now())
     while isinstance(function, functools.partial):
         function = function.func
 
     def traced(*refs, **scratch):
         with own_options():
+            if dependent:
+                plgpu.griddepcontrol_launch_dependents()
+                if not waits:
+                    plgpu.griddepcontrol_wait()
             return body(*refs, **scratch)
 
     traced.__name__ = f"{_file_or_room(function.__module__)}_{function.__name__.strip('_')}"

@@ -54,12 +54,16 @@ def load(plan: Plan, ring: Ring, a_gmem, b_gmem, copy=None):
     `copy` takes the place of `copy_step`.
     """
     copy = copy or copy_step
+    ahead = plan.steps_ahead
+    if ahead:
+        load_ahead(plan.phases[0], ring, a_gmem, b_gmem, ahead)
 
     def load_tile(plan, before, tile):
         before = before + tile * plan.tiles.num_steps
         row, col = plan.place(tile)
+        first = jnp.where(before == 0, ahead, 0) if ahead else 0
 
-        @pl.loop(0, plan.tiles.num_steps)
+        @pl.loop(first, plan.tiles.num_steps)
         def _(step):
             slot = ring.acquire(before + step)
             copy(plan, ring, slot, a_gmem, b_gmem, row, col, plan.k_start(step))
@@ -73,12 +77,28 @@ def load(plan: Plan, ring: Ring, a_gmem, b_gmem, copy=None):
     ring.drain(before)
 
 
-def copy_step(plan: Plan, ring: Ring, slot, a_gmem, b_gmem, row, col, k):
+def load_ahead(plan: Plan, ring: Ring, a_gmem, b_gmem, steps: int):
+    """The first `steps` of a block's first tile: copies of weights, and of what the kernel before this one may still be
+    writing once it has ended."""
+    row, col = plan.place(0)
+    other = "ab"[plan.loaded_ahead == "a"]
+    for operand in (plan.loaded_ahead, other):
+        if operand == other:
+            plgpu.griddepcontrol_wait()
+
+        @pl.loop(0, steps)
+        def _(step, operand=operand):
+            copy_step(plan, ring, step, a_gmem, b_gmem, row, col, plan.k_start(step), operands=operand)
+
+
+def copy_step(plan: Plan, ring: Ring, slot, a_gmem, b_gmem, row, col, k, operands="ab"):
     """Starts the copies of a step into `slot`: of a from `row` on, of b from `col` on, of both from `k` on."""
     filled, a, b = ring.filled.at[slot], plan.a, plan.b
     with jax.named_scope("load"):
-        a.copy(a_gmem, a.at(row, k), ring.a_tma.at[slot], filled, shared=plan.axis_n)
-        b.copy(b_gmem, b.at(col, k), ring.b_tma.at[slot], filled, shared=plan.axis_m)
+        if "a" in operands:
+            a.copy(a_gmem, a.at(row, k), ring.a_tma.at[slot], filled, shared=plan.axis_n)
+        if "b" in operands:
+            b.copy(b_gmem, b.at(col, k), ring.b_tma.at[slot], filled, shared=plan.axis_m)
 
 
 def multiply(plan: Plan, ring: Ring, before, steps):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _device
+from .. import _device, _host
 from .operand import STEP_BYTES, Operand, Ring, is_cut, swizzled
 from .operand import views as views
 from .tiles import Config, Tiles, exchanged
@@ -52,6 +52,8 @@ class Plan:
     interpreted: bool
     others: tuple[tuple[str, Any], ...] = ()  # Further scratch of this kernel, not counted in `smem_bytes`.
     num_sums: int = 1  # Sums that a value of o is made of. Those of a warpgroup lie one below the other.
+    # The operand, "a" or "b", whose first tiles are loaded before the kernel before this one has ended; or None.
+    loaded_ahead: str | None = None
     four_bits: Any = None  # The format of operand a, if its values have 4 bits: a `FourBits` of `dense/four_bits.py`.
 
     @property
@@ -200,6 +202,11 @@ class Plan:
         (a, a_tma), (b, b_tma) = self.a.views(a_smem, self.interpreted), self.b.views(b_smem, self.interpreted)
         return Ring(filled, freed, self.num_stages, a, b, a_tma, b_tma, of_groups)
 
+    @property
+    def steps_ahead(self) -> int:
+        """Steps of this block's first tile that begin before the kernel before this one has ended."""
+        return min(self.num_stages, self.phases[0].tiles.num_steps) if self.loaded_ahead else 0
+
     def num_tiles(self):
         """How many tiles this block computes."""
         return self.tiles.of_cluster(lax.axis_index("cluster"))
@@ -265,3 +272,10 @@ def plan_of(m, n, k, dtypes, transposed, activation, out_dtype, config: Config, 
             "unless b is given as (N, K), or a plain one is `swapped`"
         )
     return Plan(Tiles(m, n, k, tile_k, config, num_sms), *operands, activation, out_dtype, interpreted)
+
+
+def loading_ahead(plan: Plan) -> Plan:
+    """`plan`, which loads its weights, b of the product that the caller sees, ahead where it may."""
+    if not _host.is_dependent(plan.interpreted, weights=True):
+        return plan
+    return dataclasses.replace(plan, loaded_ahead="ab"[not plan.config.swapped])
