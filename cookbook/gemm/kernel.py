@@ -38,14 +38,14 @@ from .plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan
 from .tiles import exchanged
 
 
-def memory_role(body):
+def memory_role(body, registers: int | None = MEMORY_REGISTERS):
     """Runs the decorated function at once, in the memory warpgroup."""
-    return _device.role(lax.axis_index("role") == MEMORY, decrease_to=MEMORY_REGISTERS)(body)
+    return _device.role(lax.axis_index("role") == MEMORY, decrease_to=registers)(body)
 
 
-def compute_role(body):
+def compute_role(body, registers: int | None = COMPUTE_REGISTERS):
     """Runs the decorated function at once, in each compute warpgroup."""
-    return _device.role(lax.axis_index("role") < COMPUTE, increase_to=COMPUTE_REGISTERS)(body)
+    return _device.role(lax.axis_index("role") < COMPUTE, increase_to=registers)(body)
 
 
 def load(plan: Plan, ring: Ring, a_gmem, b_gmem, copy=None):
@@ -259,11 +259,11 @@ def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_sme
     """The kernel of `launch.fused_product`; see the tables above. For `copy` see `load`, for `store_tile` `compute`."""
     ring = plan.ring(a_smem, b_smem, filled, freed)
 
-    @memory_role
+    @functools.partial(memory_role, **plan.registers_of("memory"))
     def _():
         load(plan, ring, a_gmem, b_gmem, copy)
 
-    @compute_role
+    @functools.partial(compute_role, **plan.registers_of("compute"))
     def _():
         multiply_tile = lambda plan, before: multiply(plan, ring, before, plan.tiles.num_steps)
         compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed), store_tile)

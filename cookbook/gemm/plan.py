@@ -26,6 +26,8 @@ from .tiles import Config, Tiles, exchanged
 COMPUTE, MEMORY = 2, 2  # Compute warpgroups, and the index of the memory warpgroup, which follows them.
 STORE_ROWS = 64  # Rows of a piece of o on its way out: as many as one WGMMA has.
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # Registers per thread; 128 threads each, 65,536 in all.
+SMEM_BYTES_SHARED = 113 * 1024  # Shared memory of a block that leaves half of an SM to another's.
+SHARED_VALUES = 64 * 64  # Values that a warpgroup of such a block accumulates at most.
 STAGES_MAX = 12  # More slots than this hide no more latency.
 
 
@@ -189,9 +191,24 @@ class Plan:
         return _device.smem_bytes(self._scratch(num_stages))
 
     @property
+    def shares_sm(self) -> bool:
+        """Whether the next kernel's block may begin on an SM beside this one's: each takes half of the memory.
+
+        It is small enough: of few rows, whose product takes few registers and is bound by memory.
+        """
+        rows, cols = self.compute_tile
+        small = rows * cols * self.num_sums <= SHARED_VALUES and self.smem_bytes(4) <= SMEM_BYTES_SHARED
+        return self.loaded_ahead is not None and small
+
+    def registers_of(self, role: str) -> dict:
+        """How many registers a role's threads take, if not as many as by default."""
+        return dict(registers=None) if self.shares_sm else {}
+
+    @property
     def num_stages(self) -> int:
         """Slots of the ring: as the configuration says, or as many as fit."""
-        return slots_of_ring(self.config, self.smem_bytes)
+        most = SMEM_BYTES_SHARED if self.shares_sm else _device.SMEM_BYTES_MAX
+        return slots_of_ring(self.config, self.smem_bytes, most)
 
     @property
     def scratch(self) -> dict:
@@ -234,7 +251,7 @@ class Plan:
         )
 
 
-def slots_of_ring(config, smem_bytes: Callable) -> int:
+def slots_of_ring(config, smem_bytes: Callable, most: int = _device.SMEM_BYTES_MAX) -> int:
     """Slots of the ring: `config.num_stages`, or as many as fit, where a block with n of them takes `smem_bytes(n)`.
 
     Raises:
@@ -246,7 +263,7 @@ def slots_of_ring(config, smem_bytes: Callable) -> int:
             f"num_stages={wanted} of {config.tile_m=}, {config.tile_n=} need {needed} bytes of shared memory, and a "
             f"block has {_device.SMEM_BYTES_MAX}: fewer stages, fewer store slots or smaller tiles"
         )
-    fitting = (count for count in range(STAGES_MAX, 1, -1) if smem_bytes(count) <= _device.SMEM_BYTES_MAX)
+    fitting = (count for count in range(STAGES_MAX, 1, -1) if smem_bytes(count) <= most)
     return config.num_stages or next(fitting)
 
 
