@@ -223,8 +223,8 @@ def _is_interpreted() -> bool:
     return "interpret=InterpretGPUParams" in str(jax.make_jaxpr(empty)())
 
 
-def _interpreted_now() -> bool:
-    """Whether an op that has called `require_target` is interpreted."""
+def _interprets_now() -> bool:
+    """Whether a kernel whose op has called `require_target` is interpreted."""
     target = _target.get()
     return target.interpreted if target else jax.default_backend() != "gpu"
 
@@ -263,33 +263,34 @@ def _launchable(grid=(), grid_names=(), **others) -> dict:
     return dict(grid=grid, grid_names=names) | others
 
 
-# How kernels are launched after each other; part of JAX's cache keys, because kernels are traced differently.
+# Whether kernels traced now are launched before those before them have ended. Part of JAX's cache keys.
 _dependent = jax.make_user_context(None)
 
 
 def dependent_launches(*, weights_ready: bool = False):
-    """Kernels traced inside this context are launched before the kernel before them in the program has ended.
+    """Kernels traced inside are launched before the kernel before them has ended (programmatic dependent launch).
 
-    A launch costs microseconds in which the GPU reads nothing: the last blocks of a kernel end, the next is set up,
-    its first copies are on their way. So launched, a kernel is set up meanwhile, block by block as SMs become free, and
-    waits itself, by `griddepcontrol.wait`, until the kernel before it has ended and what it wrote can be read
-    (programmatic dependent launch). It is for long rows of short kernels, such as a step of a model that decodes.
-    The kernels' results stay the same, bit by bit.
+    Between two kernels nothing is read for microseconds: blocks end one after the other, new ones are set up, their
+    first copies are on the way. Inside this context a kernel's blocks begin as soon as they find room on an SM, and
+    wait themselves, by `griddepcontrol.wait`, until the kernel before has ended and what it wrote can be read. It is
+    for long rows of short kernels, such as the step of a model that decodes. Results are the same, bit by bit.
 
-    CUDA does so between kernels that are launched one by one in a stream. The kernels of a command buffer of XLA keep
-    their ends: compile the program without (`compiler_options={"xla_gpu_enable_command_buffer": ""}`).
+    CUDA does so for kernels that a program launches one by one, and not for those that XLA records as a command buffer:
+    JAX 0.11 records each of ours as a graph of its own inside it. Compile without, by
+    `jax.jit(..., compiler_options={"xla_gpu_enable_command_buffer": "INVALID"})`. Interpreted kernels do not wait.
 
     Args:
-      weights_ready: `matmul` (its b) and `glu` (both weights) also load the first tiles of their weights before they
-        wait. The caller promises that no weight is written by a kernel of this package that is traced inside and that
-        comes right before, or before that, with nothing but kernels traced inside between them.
+      weights_ready: `matmul` (its b) and `glu` (both weights) begin to load weights before they wait. The caller
+        promises that an ordinary launch, such as any of XLA's own kernels, lies between whatever wrote a weight and the
+        kernels traced inside. Parameters of a model that a step only reads are such weights, if the step begins with a
+        kernel of XLA's.
     """
-    return _dependent("weights" if weights_ready else "all")
+    return _dependent("weights ready" if weights_ready else "all wait")
 
 
-def is_dependent(interpreted: bool, *, weights: bool = False) -> bool:
-    """Whether kernels traced now are inside `dependent_launches`, where weights are ready if `weights` is asked."""
-    return not interpreted and (_dependent.value == "weights" if weights else _dependent.value is not None)
+def is_dependent(*, weights: bool = False) -> bool:
+    """Whether kernels traced now are inside `dependent_launches`, with `weights` where weights are ready."""
+    return _dependent.value is not None and (not weights or _dependent.value == "weights ready")
 
 
 def kernel(body, varies: bool = True, waits: bool = False, **kwargs):
@@ -300,7 +301,7 @@ def kernel(body, varies: bool = True, waits: bool = False, **kwargs):
     changes in place. `body` is traced under `own_options`. Profilers show a kernel by the name of its file or room, and
     of its function. Inside `dependent_launches` it begins by waiting, unless `body` does so itself (`waits`).
     """
-    function, dependent = body, is_dependent(_interpreted_now())
+    function, dependent = body, is_dependent() and not _interprets_now()
     while isinstance(function, functools.partial):
         function = function.func
 

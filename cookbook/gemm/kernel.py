@@ -78,21 +78,23 @@ def load(plan: Plan, ring: Ring, a_gmem, b_gmem, copy=None):
 
 
 def load_ahead(plan: Plan, ring: Ring, a_gmem, b_gmem, steps: int):
-    """The first `steps` of a block's first tile: copies of weights, and of what the kernel before this one may still be
-    writing once it has ended."""
+    """The first `steps` of a block's first tile: copies of the weights at once, the others when the kernel before has
+    ended, which may write what they read."""
     row, col = plan.place(0)
-    other = "ab"[plan.loaded_ahead == "a"]
-    for operand in (plan.loaded_ahead, other):
-        if operand == other:
-            plgpu.griddepcontrol_wait()
 
+    def copies(operand: str):
         @pl.loop(0, steps)
-        def _(step, operand=operand):
-            copy_step(plan, ring, step, a_gmem, b_gmem, row, col, plan.k_start(step), operands=operand)
+        def _(step):
+            copy_step(plan, ring, step, a_gmem, b_gmem, row, col, plan.k_start(step), operand)
+
+    copies(plan.loaded_ahead)
+    if not plan.interpreted:
+        plgpu.griddepcontrol_wait()
+    copies("b" if plan.loaded_ahead == "a" else "a")
 
 
 def copy_step(plan: Plan, ring: Ring, slot, a_gmem, b_gmem, row, col, k, operands="ab"):
-    """Starts the copies of a step into `slot`: of a from `row` on, of b from `col` on, of both from `k` on."""
+    """Starts the copies of a step into `slot`: of a from `row` on, of b from `col` on, or of one; from `k` on."""
     filled, a, b = ring.filled.at[slot], plan.a, plan.b
     with jax.named_scope("load"):
         if "a" in operands:
@@ -259,11 +261,11 @@ def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_sme
     """The kernel of `launch.fused_product`; see the tables above. For `copy` see `load`, for `store_tile` `compute`."""
     ring = plan.ring(a_smem, b_smem, filled, freed)
 
-    @functools.partial(memory_role, **plan.registers_of("memory"))
+    @functools.partial(memory_role, registers=plan.registers[0])
     def _():
         load(plan, ring, a_gmem, b_gmem, copy)
 
-    @functools.partial(compute_role, **plan.registers_of("compute"))
+    @functools.partial(compute_role, registers=plan.registers[1])
     def _():
         multiply_tile = lambda plan, before: multiply(plan, ring, before, plan.tiles.num_steps)
         compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed), store_tile)

@@ -54,7 +54,7 @@ class Plan:
     interpreted: bool
     others: tuple[tuple[str, Any], ...] = ()  # Further scratch of this kernel, not counted in `smem_bytes`.
     num_sums: int = 1  # Sums that a value of o is made of. Those of a warpgroup lie one below the other.
-    # The operand, "a" or "b", whose first tiles are loaded before the kernel before this one has ended; or None.
+    # The operand, "a" or "b", that is ready before the kernel before this one has ended; or None.
     loaded_ahead: str | None = None
     four_bits: Any = None  # The format of operand a, if its values have 4 bits: a `FourBits` of `dense/four_bits.py`.
 
@@ -192,17 +192,18 @@ class Plan:
 
     @property
     def shares_sm(self) -> bool:
-        """Whether the next kernel's block may begin on an SM beside this one's: each takes half of the memory.
+        """Whether a block of this kernel and one of the next fit on an SM together, whose loads then begin early.
 
-        It is small enough: of few rows, whose product takes few registers and is bound by memory.
+        Products of few rows take few registers, and half of an SM's memory hides the latency of its copies.
         """
         rows, cols = self.compute_tile
         small = rows * cols * self.num_sums <= SHARED_VALUES and self.smem_bytes(4) <= SMEM_BYTES_SHARED
         return self.loaded_ahead is not None and small
 
-    def registers_of(self, role: str) -> dict:
-        """How many registers a role's threads take, if not as many as by default."""
-        return dict(registers=None) if self.shares_sm else {}
+    @property
+    def registers(self) -> tuple[int | None, int | None]:
+        """Registers of a thread that copies and of one that computes; None: as many as the compiler gives both."""
+        return (None, None) if self.shares_sm else (MEMORY_REGISTERS, COMPUTE_REGISTERS)
 
     @property
     def num_stages(self) -> int:
@@ -292,7 +293,7 @@ def plan_of(m, n, k, dtypes, transposed, activation, out_dtype, config: Config, 
 
 
 def loading_ahead(plan: Plan) -> Plan:
-    """`plan`, which loads its weights, b of the product that the caller sees, ahead where it may."""
-    if not _host.is_dependent(plan.interpreted, weights=True):
+    """`plan`, which loads the weights, b of the product as its caller sees it, ahead if they are ready."""
+    if not _host.is_dependent(weights=True):
         return plan
-    return dataclasses.replace(plan, loaded_ahead="ab"[not plan.config.swapped])
+    return dataclasses.replace(plan, loaded_ahead="a" if plan.config.swapped else "b")
