@@ -275,9 +275,9 @@ def dependent_launches(*, weights_ready: bool = False):
     wait themselves, by `griddepcontrol.wait`, until the kernel before has ended and what it wrote can be read. It is
     for long rows of short kernels, such as the step of a model that decodes. Results are the same, bit by bit.
 
-    CUDA does so for kernels that a program launches one by one, and not for those that XLA records as a command buffer:
-    JAX 0.11 records each of ours as a graph of its own inside it. Compile without, by
-    `jax.jit(..., compiler_options={"xla_gpu_enable_command_buffer": "INVALID"})`. Interpreted kernels do not wait.
+    JAX 0.11 records a kernel in a command buffer of XLA as a graph of its own, which keeps its ends: compile without,
+    by `jax.jit(..., compiler_options={"xla_gpu_enable_command_buffer": "INVALID"})`. JAX 0.12 records its launch.
+    Interpreted kernels do not wait.
 
     Args:
       weights_ready: `matmul` (its b) and `glu` (both weights) begin to load weights before they wait. The caller

@@ -70,9 +70,8 @@ class Engine:
       num_scheduler_steps: how many steps that decode are sent off at once, at most; a power of two. With more, tokens
         come in larger groups, a request that is submitted meanwhile waits longer, more is computed in vain after a stop
         token, and `warmup` compiles more.
-      dependent_launches: whether kernels of a step that decodes are launched one by one, each before the one before it
-        has ended (`_host.dependent_launches`), in place of a command buffer. The GPU needs less time for a step, and
-        the host more.
+      dependent_launches: whether kernels of a step that decodes are launched before those before them have ended
+        (`_host.dependent_launches`); with JAX 0.11 one by one, without a command buffer, which takes the host longer.
 
     `allocator` and `scheduler` keep the books; `stats` has the figures of the steps.
 

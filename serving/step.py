@@ -267,11 +267,12 @@ def _program(fn, compiler_options: tuple[tuple[str, object], ...], dependent: bo
     The arrays of a step lie at one of few sets of addresses, as buffers are freed and taken again. A command buffer
     records its kernels anew for a set that it does not know, and XLA by itself remembers fewer.
 
-    With `dependent` launches there are no command buffers, whose kernels would wait for each other's ends. All weights
-    are ready: a step only reads them, and begins with a kernel of XLA's, the embedding.
+    With `dependent` launches there are no command buffers in JAX 0.11, whose kernels would wait for each other's ends.
+    All weights are ready: a step only reads them, and begins with a kernel of XLA's, the embedding.
     """
     options = [name for name, of in inspect.signature(fn).parameters.items() if of.kind is of.KEYWORD_ONLY]
-    launches = dict(xla_gpu_enable_command_buffer="INVALID") if dependent else dict(xla_cmd_buffer_trace_cache_size=64)
+    one_by_one = dependent and jax.__version_info__ < (0, 12)
+    launches = {"xla_gpu_enable_command_buffer": "INVALID"} if one_by_one else {"xla_cmd_buffer_trace_cache_size": 64}
     return jax.jit(
         _dependent(fn) if dependent else fn, static_argnames=("config", *options), donate_argnames=("pages",),
         compiler_options=launches | dict(compiler_options),
