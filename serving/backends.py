@@ -22,9 +22,6 @@ from cookbook.rows.rms_norm import rms_norm_reference
 from serving.weights import Int8
 
 ROWS_AT_ONCE = 16  # Tokens of a mixed step whose gathered keys and values are in memory together.
-# Rows up to which SwiGLU is in the epilogue of its product. With more, the tile that its two accumulators leave is too
-# small, and XLA's fusion after a plain product is predicted to be faster.
-GATED_ROWS = 128
 # Pages of the narrowest block table: fewer widths are fewer compilations. A kernel reads a table as far as its sequence
 # goes, and XLA gathers all of it.
 TABLE_WIDTHS_MIN = dict(cookbook=64, xla=16)
@@ -73,7 +70,7 @@ def _kernel_linear(x, weight, out_dtype):
 
 
 def _kernel_gated(x, weight):
-    if len(x) > GATED_ROWS or isinstance(weight, Int8):
+    if isinstance(weight, Int8):
         return _swiglu(_kernel_linear(x, weight, x.dtype), x.dtype)
     gate, up = jnp.split(weight, 2)  # No copy: the kernel reads both as they lie.
     return cookbook.glu(x, gate, up, transpose_weights=True)
