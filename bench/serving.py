@@ -197,9 +197,7 @@ def _decoding(problem: Problem, params, length: int, num_steps: int, **how):
     def send():
         nonlocal pages
         args = problem.config, engine.weights, pages, batch, engine._device.tokens
-        options = dict(
-            backend=engine.backend, compiler_options=engine.compiler_options, dependent=engine.dependent_launches
-        )
+        options = dict(backend=engine.backend, compiler_options=engine.compiler_options)
         if num_steps > 1:
             tokens, _, pages = decode_steps(*args, count=num_steps, **options)
             return tokens

@@ -223,12 +223,6 @@ def _is_interpreted() -> bool:
     return "interpret=InterpretGPUParams" in str(jax.make_jaxpr(empty)())
 
 
-def _interprets_now() -> bool:
-    """Whether a kernel whose op has called `require_target` is interpreted."""
-    target = _target.get()
-    return target.interpreted if target else jax.default_backend() != "gpu"
-
-
 def compiler_params(**kwargs) -> plgpu.CompilerParams:
     """`plgpu.CompilerParams(**kwargs)`, with the in-kernel profiler on inside `profiling`."""
     return plgpu.CompilerParams(**kwargs, **(_profile.get() or {}))
@@ -263,54 +257,20 @@ def _launchable(grid=(), grid_names=(), **others) -> dict:
     return dict(grid=grid, grid_names=names) | others
 
 
-# Whether kernels traced now are launched before those before them have ended. Part of JAX's cache keys.
-_dependent = jax.make_user_context(None)
-
-
-def dependent_launches(*, weights_ready: bool = False):
-    """Kernels traced inside are launched before the kernel before them has ended (programmatic dependent launch).
-
-    Between two kernels nothing is read for microseconds: blocks end one after the other, new ones are set up, their
-    first copies are on the way. Inside this context a kernel's blocks begin as soon as they find room on an SM, and
-    wait themselves, by `griddepcontrol.wait`, until the kernel before has ended and what it wrote can be read. It is
-    for long rows of short kernels, such as the step of a model that decodes. Results are the same, bit by bit.
-
-    JAX 0.11 records a kernel in a command buffer of XLA as a graph of its own, which keeps its ends: compile without,
-    by `jax.jit(..., compiler_options={"xla_gpu_enable_command_buffer": "INVALID"})`. JAX 0.12 records its launch.
-    Interpreted kernels do not wait.
-
-    Args:
-      weights_ready: `matmul` (its b) and `glu` (both weights) begin to load weights before they wait. The caller
-        promises that an ordinary launch, such as any of XLA's own kernels, lies between whatever wrote a weight and the
-        kernels traced inside. Parameters of a model that a step only reads are such weights, if the step begins with a
-        kernel of XLA's.
-    """
-    return _dependent("weights ready" if weights_ready else "all wait")
-
-
-def is_dependent(*, weights: bool = False) -> bool:
-    """Whether kernels traced now are inside `dependent_launches`, with `weights` where weights are ready."""
-    return _dependent.value is not None and (not weights or _dependent.value == "weights ready")
-
-
-def kernel(body, varies: bool = True, waits: bool = False, **kwargs):
+def kernel(body, varies: bool = True, **kwargs):
     """`plgpu.kernel(body, **kwargs)`, at home in JAX.
 
     Its results vary over the mesh axes of `jax.shard_map` over which an operand varies: `shard_map` checks that, and
     JAX's kernels say nothing about it. With `varies=False` these say nothing either, for a result that another kernel
     changes in place. `body` is traced under `own_options`. Profilers show a kernel by the name of its file or room, and
-    of its function. Inside `dependent_launches` it begins by waiting, unless `body` does so itself (`waits`).
+    of its function.
     """
-    function, dependent = body, is_dependent() and not _interprets_now()
+    function = body
     while isinstance(function, functools.partial):
         function = function.func
 
     def traced(*refs, **scratch):
         with own_options():
-            if dependent:
-                plgpu.griddepcontrol_launch_dependents()
-                if not waits:
-                    plgpu.griddepcontrol_wait()
             return body(*refs, **scratch)
 
     traced.__name__ = f"{_file_or_room(function.__module__)}_{function.__name__.strip('_')}"

@@ -72,7 +72,9 @@ def _kernel_linear(x, weight, out_dtype):
 def _kernel_gated(x, weight):
     if isinstance(weight, Int8):
         return _swiglu(_kernel_linear(x, weight, x.dtype), x.dtype)
-    gate, up = jnp.split(weight, 2)  # No copy: the kernel reads both as they lie.
+    gate, up = jnp.split(weight, 2)  # No copy: the kernel reads both as they lie,
+    if gate.size * gate.dtype.itemsize % 256:  # unless one lies where XLA hands over no slice.
+        gate, up = jax.lax.optimization_barrier((gate, up))
     return cookbook.glu(x, gate, up, transpose_weights=True)
 
 

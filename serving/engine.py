@@ -70,8 +70,6 @@ class Engine:
       num_scheduler_steps: how many steps that decode are sent off at once, at most; a power of two. With more, tokens
         come in larger groups, a request that is submitted meanwhile waits longer, more is computed in vain after a stop
         token, and `warmup` compiles more.
-      dependent_launches: whether kernels of a step that decodes are launched before those before them have ended
-        (`_host.dependent_launches`); with JAX 0.11 one by one, without a command buffer, which takes the host longer.
 
     `allocator` and `scheduler` keep the books; `stats` has the figures of the steps.
 
@@ -85,7 +83,6 @@ class Engine:
         max_tokens_per_step: int = 512, max_seq_len: int | None = None, backend: str = "cookbook",
         weights: str | None = None, kv_cache_dtype: str | None = None,
         compiler_options: Mapping[str, object] | None = None, ahead: bool = True, num_scheduler_steps: int = 4,
-        dependent_launches: bool = False,
     ):  # fmt: skip
         backends.backend(backend)
         if kv_cache_dtype not in (None, "fp8"):
@@ -97,7 +94,6 @@ class Engine:
             raise ValueError(f"Engine: {num_scheduler_steps=} must be a power of two, such as 1 or 4")
         self.config, self.backend, self.ahead, self.kv_cache_dtype = config, backend, ahead, kv_cache_dtype
         self.compiler_options = _checked(compiler_options or {})
-        self.dependent_launches = _host.option("serving.Engine", "dependent_launches", dependent_launches, bool)
         self.allocator = PageAllocator(num_pages, page_size)
         self.scheduler = Scheduler(
             self.allocator, max_seqs=max_seqs, max_tokens_per_step=max_tokens_per_step, window=config.window
@@ -221,7 +217,6 @@ class Engine:
             compile_steps(
                 self.config, self.weights, self._device.pages, self._device.tokens, s.max_seqs, found,
                 backend=self.backend, counts=counts, compiler_options=self.compiler_options,
-            dependent=self.dependent_launches,
             )  # fmt: skip
         for i, (num_tokens, width, decode) in enumerate(found):
             batch = padding(num_tokens, width, s.max_seqs, windows=bool(self.config.window_layers))
@@ -247,14 +242,12 @@ class Engine:
         return step(
             self.config, self.weights, self._device.pages, batch, self._device.tokens, backend=self.backend,
             decode=decode, logprobs=logprobs, compiler_options=self.compiler_options,
-            dependent=self.dependent_launches,
         )  # fmt: skip
 
     def _steps(self, batch, count: int):
         return decode_steps(
             self.config, self.weights, self._device.pages, batch, self._device.tokens, count=count,
             backend=self.backend, compiler_options=self.compiler_options,
-            dependent=self.dependent_launches,
         )  # fmt: skip
 
     def _launch(self) -> bool:

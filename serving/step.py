@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cookbook import _host
 from serving.backends import TABLE_WIDTHS_MIN
 from serving.config import LlamaConfig
 from serving.defaults import under_defaults
@@ -163,7 +162,6 @@ def bucket(count: int, least: int) -> int:
 def step(
     config: LlamaConfig, weights, pages, batch: Batch, previous=None, *, backend: str, decode: bool,
     logprobs: bool = False, scored: bool = False, compiler_options: tuple[tuple[str, object], ...] = (),
-    dependent: bool = False,
 ) -> tuple[Sampled, list]:  # fmt: skip
     """`forward`, and sampling.
 
@@ -175,7 +173,6 @@ def step(
       logprobs: whether log probabilities are wanted.
       scored: whether the scores that tokens are chosen by are wanted.
       compiler_options: XLA's, for the program of the model, by name.
-      dependent: whether a step that decodes has dependent launches.
 
     Returns:
       The next token of each sequence; and the pages, in place of those given.
@@ -185,7 +182,7 @@ def step(
     cuts = draws & ((batch.top_ks < ALL_TOKENS) | (batch.top_ps < 1) | (batch.min_ps > 0))
     how = dict(draws=bool(draws.any()), cuts=bool(cuts.any()), logprobs=logprobs, scored=scored)
     samples = decode and not (how["cuts"] or logprobs or scored)
-    result, tail, pages = _program(model_step, compiler_options, dependent and decode)(
+    result, tail, pages = _program(compiler_options, model_step)(
         config, weights, pages, packed, previous, **form, backend=backend, decode=decode,
         draws=how["draws"] if samples else None,
     )  # fmt: skip
@@ -197,7 +194,7 @@ def step(
 
 def decode_steps(
     config: LlamaConfig, weights, pages, batch: Batch, previous, *, count: int, backend: str,
-    compiler_options: tuple[tuple[str, object], ...] = (), dependent: bool = False,
+    compiler_options: tuple[tuple[str, object], ...] = (),
 ) -> tuple[jax.Array, jax.Array, tuple]:  # fmt: skip
     """`count` steps in one program, which the host sends off once. They only decode, and sample plainly.
 
@@ -210,7 +207,7 @@ def decode_steps(
     """
     packed, form = joined(batch)
     draws = bool((batch.temperatures > 0).any())
-    tokens, last, pages = _program(decode_program, compiler_options, dependent)(
+    tokens, last, pages = _program(compiler_options, decode_program)(
         config, weights, pages, packed, previous, **form, backend=backend, draws=draws, count=count
     )  # fmt: skip
     tokens.copy_to_host_async()
@@ -220,15 +217,14 @@ def decode_steps(
 def compile_steps(
     config: LlamaConfig, weights, pages, previous, max_seqs: int, sizes: Sequence[tuple[int, int, bool]], *,
     backend: str, counts: Sequence[int] = (), compiler_options: tuple[tuple[str, object], ...] = (),
-    dependent: bool = False,
 ) -> None:  # fmt: skip
     """Compiles the programs that `step` needs of the model for these sizes, of `shapes`, and `decode_steps` for these
     numbers of steps; several at a time."""
 
     def compile_one(fn, size, **how):
-        num_tokens, width, decode = size
+        num_tokens, width, _ = size
         packed, form = joined(padding(num_tokens, width, max_seqs, windows=bool(config.window_layers)))
-        _program(fn, compiler_options, dependent and decode).lower(
+        _program(compiler_options, fn).lower(
             config, weights, pages, packed, previous, **form, **how, backend=backend
         ).compile()
 
@@ -261,33 +257,17 @@ def starts_of(layout) -> list[int]:
 
 
 @functools.cache
-def _program(fn, compiler_options: tuple[tuple[str, object], ...], dependent: bool):
+def _program(compiler_options: tuple[tuple[str, object], ...], fn):
     """`model_step` or `decode_program`, compiled with these options.
 
     The arrays of a step lie at one of few sets of addresses, as buffers are freed and taken again. A command buffer
     records its kernels anew for a set that it does not know, and XLA by itself remembers fewer.
-
-    With `dependent` launches there are no command buffers in JAX 0.11, whose kernels would wait for each other's ends.
-    All weights are ready: a step only reads them, and begins with a kernel of XLA's, the embedding.
     """
     options = [name for name, of in inspect.signature(fn).parameters.items() if of.kind is of.KEYWORD_ONLY]
-    one_by_one = dependent and jax.__version_info__ < (0, 12)
-    launches = {"xla_gpu_enable_command_buffer": "INVALID"} if one_by_one else {"xla_cmd_buffer_trace_cache_size": 64}
     return jax.jit(
-        _dependent(fn) if dependent else fn, static_argnames=("config", *options), donate_argnames=("pages",),
-        compiler_options=launches | dict(compiler_options),
+        fn, static_argnames=("config", *options),
+        donate_argnames=("pages",), compiler_options=dict(xla_cmd_buffer_trace_cache_size=64) | dict(compiler_options),
     )  # fmt: skip
-
-
-def _dependent(fn):
-    """`fn`, whose kernels are traced for dependent launches."""
-
-    @functools.wraps(fn)
-    def run(*args, **kwargs):
-        with _host.dependent_launches(weights_ready=True):
-            return fn(*args, **kwargs)
-
-    return run
 
 
 @under_defaults

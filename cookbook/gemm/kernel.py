@@ -38,14 +38,14 @@ from .plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan
 from .tiles import exchanged
 
 
-def memory_role(body, registers: int | None = MEMORY_REGISTERS):
+def memory_role(body):
     """Runs the decorated function at once, in the memory warpgroup."""
-    return _device.role(lax.axis_index("role") == MEMORY, decrease_to=registers)(body)
+    return _device.role(lax.axis_index("role") == MEMORY, decrease_to=MEMORY_REGISTERS)(body)
 
 
-def compute_role(body, registers: int | None = COMPUTE_REGISTERS):
+def compute_role(body):
     """Runs the decorated function at once, in each compute warpgroup."""
-    return _device.role(lax.axis_index("role") < COMPUTE, increase_to=registers)(body)
+    return _device.role(lax.axis_index("role") < COMPUTE, increase_to=COMPUTE_REGISTERS)(body)
 
 
 def load(plan: Plan, ring: Ring, a_gmem, b_gmem, copy=None):
@@ -54,16 +54,12 @@ def load(plan: Plan, ring: Ring, a_gmem, b_gmem, copy=None):
     `copy` takes the place of `copy_step`.
     """
     copy = copy or copy_step
-    ahead = plan.steps_ahead
-    if ahead:
-        load_ahead(plan.phases[0], ring, a_gmem, b_gmem, ahead)
 
     def load_tile(plan, before, tile):
         before = before + tile * plan.tiles.num_steps
         row, col = plan.place(tile)
-        first = jnp.where(before == 0, ahead, 0) if ahead else 0
 
-        @pl.loop(first, plan.tiles.num_steps)
+        @pl.loop(0, plan.tiles.num_steps)
         def _(step):
             slot = ring.acquire(before + step)
             copy(plan, ring, slot, a_gmem, b_gmem, row, col, plan.k_start(step))
@@ -77,30 +73,12 @@ def load(plan: Plan, ring: Ring, a_gmem, b_gmem, copy=None):
     ring.drain(before)
 
 
-def load_ahead(plan: Plan, ring: Ring, a_gmem, b_gmem, steps: int):
-    """The first `steps` of a block's first tile: copies of the weights at once, the others when the kernel before has
-    ended, which may write what they read."""
-    row, col = plan.place(0)
-
-    def copies(operand: str):
-        @pl.loop(0, steps)
-        def _(step):
-            copy_step(plan, ring, step, a_gmem, b_gmem, row, col, plan.k_start(step), operand)
-
-    copies(plan.loaded_ahead)
-    if not plan.interpreted:
-        plgpu.griddepcontrol_wait()
-    copies("b" if plan.loaded_ahead == "a" else "a")
-
-
-def copy_step(plan: Plan, ring: Ring, slot, a_gmem, b_gmem, row, col, k, operands="ab"):
-    """Starts the copies of a step into `slot`: of a from `row` on, of b from `col` on, or of one; from `k` on."""
+def copy_step(plan: Plan, ring: Ring, slot, a_gmem, b_gmem, row, col, k):
+    """Starts the copies of a step into `slot`: of a from `row` on, of b from `col` on, of both from `k` on."""
     filled, a, b = ring.filled.at[slot], plan.a, plan.b
     with jax.named_scope("load"):
-        if "a" in operands:
-            a.copy(a_gmem, a.at(row, k), ring.a_tma.at[slot], filled, shared=plan.axis_n)
-        if "b" in operands:
-            b.copy(b_gmem, b.at(col, k), ring.b_tma.at[slot], filled, shared=plan.axis_m)
+        a.copy(a_gmem, a.at(row, k), ring.a_tma.at[slot], filled, shared=plan.axis_n)
+        b.copy(b_gmem, b.at(col, k), ring.b_tma.at[slot], filled, shared=plan.axis_m)
 
 
 def multiply(plan: Plan, ring: Ring, before, steps):
@@ -261,11 +239,11 @@ def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_sme
     """The kernel of `launch.fused_product`; see the tables above. For `copy` see `load`, for `store_tile` `compute`."""
     ring = plan.ring(a_smem, b_smem, filled, freed)
 
-    @functools.partial(memory_role, registers=plan.registers[0])
+    @memory_role
     def _():
         load(plan, ring, a_gmem, b_gmem, copy)
 
-    @functools.partial(compute_role, registers=plan.registers[1])
+    @compute_role
     def _():
         multiply_tile = lambda plan, before: multiply(plan, ring, before, plan.tiles.num_steps)
         compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed), store_tile)

@@ -59,7 +59,6 @@ def launch(body, plan: Plan, out_type, grid: dict[str, int], scratch: dict, para
     return _host.kernel(
         body,
         varies=varies,
-        waits=plan.loaded_ahead is not None,
         out_type=out_type,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),

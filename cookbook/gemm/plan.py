@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _device, _host
+from .. import _device
 from .operand import STEP_BYTES, Operand, Ring, is_cut, swizzled
 from .operand import views as views
 from .tiles import Config, Tiles, exchanged
@@ -26,8 +26,6 @@ from .tiles import Config, Tiles, exchanged
 COMPUTE, MEMORY = 2, 2  # Compute warpgroups, and the index of the memory warpgroup, which follows them.
 STORE_ROWS = 64  # Rows of a piece of o on its way out: as many as one WGMMA has.
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # Registers per thread; 128 threads each, 65,536 in all.
-SMEM_BYTES_SHARED = 113 * 1024  # Shared memory of a block that leaves half of an SM to another's.
-SHARED_VALUES = 64 * 64  # Values that a warpgroup of such a block accumulates at most.
 STAGES_MAX = 12  # More slots than this hide no more latency.
 
 
@@ -54,8 +52,6 @@ class Plan:
     interpreted: bool
     others: tuple[tuple[str, Any], ...] = ()  # Further scratch of this kernel, not counted in `smem_bytes`.
     num_sums: int = 1  # Sums that a value of o is made of. Those of a warpgroup lie one below the other.
-    # The operand, "a" or "b", that is ready before the kernel before this one has ended; or None.
-    loaded_ahead: str | None = None
     four_bits: Any = None  # The format of operand a, if its values have 4 bits: a `FourBits` of `dense/four_bits.py`.
 
     @property
@@ -191,25 +187,9 @@ class Plan:
         return _device.smem_bytes(self._scratch(num_stages))
 
     @property
-    def shares_sm(self) -> bool:
-        """Whether a block of this kernel and one of the next fit on an SM together, whose loads then begin early.
-
-        Products of few rows take few registers, and half of an SM's memory hides the latency of its copies.
-        """
-        rows, cols = self.compute_tile
-        small = rows * cols * self.num_sums <= SHARED_VALUES and self.smem_bytes(4) <= SMEM_BYTES_SHARED
-        return self.loaded_ahead is not None and small
-
-    @property
-    def registers(self) -> tuple[int | None, int | None]:
-        """Registers of a thread that copies and of one that computes; None: as many as the compiler gives both."""
-        return (None, None) if self.shares_sm else (MEMORY_REGISTERS, COMPUTE_REGISTERS)
-
-    @property
     def num_stages(self) -> int:
         """Slots of the ring: as the configuration says, or as many as fit."""
-        most = SMEM_BYTES_SHARED if self.shares_sm else _device.SMEM_BYTES_MAX
-        return slots_of_ring(self.config, self.smem_bytes, most)
+        return slots_of_ring(self.config, self.smem_bytes)
 
     @property
     def scratch(self) -> dict:
@@ -219,11 +199,6 @@ class Plan:
         """The ring in a kernel's scratch."""
         (a, a_tma), (b, b_tma) = self.a.views(a_smem, self.interpreted), self.b.views(b_smem, self.interpreted)
         return Ring(filled, freed, self.num_stages, a, b, a_tma, b_tma, of_groups)
-
-    @property
-    def steps_ahead(self) -> int:
-        """Steps of this block's first tile that begin before the kernel before this one has ended."""
-        return min(self.num_stages, self.phases[0].tiles.num_steps) if self.loaded_ahead else 0
 
     def num_tiles(self):
         """How many tiles this block computes."""
@@ -252,7 +227,7 @@ class Plan:
         )
 
 
-def slots_of_ring(config, smem_bytes: Callable, most: int = _device.SMEM_BYTES_MAX) -> int:
+def slots_of_ring(config, smem_bytes: Callable) -> int:
     """Slots of the ring: `config.num_stages`, or as many as fit, where a block with n of them takes `smem_bytes(n)`.
 
     Raises:
@@ -264,7 +239,7 @@ def slots_of_ring(config, smem_bytes: Callable, most: int = _device.SMEM_BYTES_M
             f"num_stages={wanted} of {config.tile_m=}, {config.tile_n=} need {needed} bytes of shared memory, and a "
             f"block has {_device.SMEM_BYTES_MAX}: fewer stages, fewer store slots or smaller tiles"
         )
-    fitting = (count for count in range(STAGES_MAX, 1, -1) if smem_bytes(count) <= most)
+    fitting = (count for count in range(STAGES_MAX, 1, -1) if smem_bytes(count) <= _device.SMEM_BYTES_MAX)
     return config.num_stages or next(fitting)
 
 
@@ -290,10 +265,3 @@ def plan_of(m, n, k, dtypes, transposed, activation, out_dtype, config: Config, 
             "unless b is given as (N, K), or a plain one is `swapped`"
         )
     return Plan(Tiles(m, n, k, tile_k, config, num_sms), *operands, activation, out_dtype, interpreted)
-
-
-def loading_ahead(plan: Plan) -> Plan:
-    """`plan`, which loads the weights, b of the product as its caller sees it, ahead if they are ready."""
-    if not _host.is_dependent(weights=True):
-        return plan
-    return dataclasses.replace(plan, loaded_ahead="a" if plan.config.swapped else "b")

@@ -41,7 +41,6 @@ def test_sequences_that_decode_share_no_pages(monkeypatch, problem):
     class Engine:
         def __init__(self, config, params, *, num_pages, page_size, **how):
             self.num_pages, self.backend, self.compiler_options, self.weights = num_pages, "xla", (), {}
-            self.dependent_launches = False
             self._device = types.SimpleNamespace(pages=None, tokens=None)
 
     def step(config, weights, pages, batch, *args, **kwargs):

@@ -2,18 +2,11 @@
 
 import collections
 import dataclasses
-import functools
 
-import jax
-import numpy as np
 import pytest
 
 import lab
 from bench import serving as bench
-from cookbook import _host
-from serving import step
-from serving.model import empty_pages
-from serving.weights import prepared
 
 SHORT = dataclasses.replace(bench.LLAMA_1B.config, num_hidden_layers=1)
 
@@ -46,18 +39,3 @@ def test_other_models_launch_no_more_than_they_did(config, weights, most):
     """Products of 8-bit weights whose parts XLA adds up are two launches; routing takes XLA many."""
     found = launches(config, weights)
     assert len(found) <= most, found
-
-
-@pytest.mark.parametrize("dependent", [True, False])
-def test_every_kernel_of_a_step_with_dependent_launches_waits(dependent):
-    config = dataclasses.replace(SHORT, vocab_size=512, hidden_size=128, intermediate_size=256)
-    params = {name: jax.ShapeDtypeStruct(shape, config.dtype) for name, shape in config.shapes.items()}
-    weights = jax.eval_shape(functools.partial(prepared, config), params)
-    pages = jax.eval_shape(lambda: empty_pages(config, 8, 16))
-    packed, form = step.joined(step.padding(4, 64, 4))
-    args = config, weights, pages, packed, np.zeros(4, np.int32)
-    with _host.building_for(_host.Target("h200", 132)):
-        how = form | dict(backend="cookbook", decode=True, draws=None)
-        program = str(step._program(step.model_step, (), dependent).trace(*args, **how).jaxpr)
-    kernels = program.count("= mpmd_map[")
-    assert kernels >= 9 and program.count("griddepcontrol_wait") == kernels * dependent

@@ -25,7 +25,7 @@ from ... import _host, _numerics
 from .. import cost, differentiable
 from ..kernel import kernel
 from ..launch import fused_product
-from ..plan import loading_ahead, plan_of
+from ..plan import plan_of
 from ..references import bytes_moved as bytes_moved
 from ..references import exact_product
 from ..references import flops as flops
@@ -56,7 +56,7 @@ def _launch(a, b, bias, sizes, options: differentiable.Options):
     )  # fmt: skip
     params = _host.compiler_params(approx_math=out_dtype.itemsize == 2)
     vectors = {} if bias is None else dict(bias=bias.astype(jnp.float32))
-    return fused_product(kernel, a, b, vectors, plan=loading_ahead(plan), params=params)
+    return fused_product(kernel, a, b, vectors, plan=plan, params=params)
 
 
 def matmul(

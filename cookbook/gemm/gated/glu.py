@@ -32,7 +32,7 @@ from ... import _host, _numerics
 from .. import arguments, differentiable
 from ..dense.matmul import matmul
 from ..launch import fused_product
-from ..plan import identity, loading_ahead
+from ..plan import identity
 from ..references import exact_product
 from ..tiles import Config
 from .kernel import kernel
@@ -77,9 +77,7 @@ def _forward(x, w_gate, w_up, options: Options, num_results: int = 1):
         m, n, k, x.dtype, options.transpose_weights, options.activation, config, target.num_sms, target.interpreted
     )
     params = _host.compiler_params(approx_math=True)
-    return fused_product(
-        kernel, x, (w_gate, w_up), {}, plan=loading_ahead(plan), params=params, num_results=num_results
-    )
+    return fused_product(kernel, x, (w_gate, w_up), {}, plan=plan, params=params, num_results=num_results)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

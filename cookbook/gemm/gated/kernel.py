@@ -82,11 +82,11 @@ def kernel(a_gmem, b_gmem, vectors, *results, plan: Plan, a_smem, b_smem, filled
     ring = plan.ring(a_smem, b_smem, filled, freed)
     *results, sums_gmem = results if plan.adds_parts and plan.interpreted else (*results, None)
 
-    @functools.partial(memory_role, registers=plan.registers[0])
+    @memory_role
     def _():
         load(plan, ring, a_gmem, b_gmem)
 
-    @functools.partial(compute_role, registers=plan.registers[1])
+    @compute_role
     def _():
         def multiply_tile(plan, before):
             of_tile = functools.partial(multiply_both, plan, ring, before, plan.tiles.num_steps)
