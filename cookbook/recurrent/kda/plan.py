@@ -17,7 +17,6 @@ class KdaPlan(Plan):
     order: the inverse, the weights transposed, and in pieces the keys that read, the queries, and the keys that
     write."""
 
-    use_qk_l2norm: bool
     num_stages: int  # Chunks in shared memory.
     state_wgs: int  # Warpgroups, and so slices of a block.
     has_outputs: bool  # Otherwise the states before all chunks and the errors are the results, and not o.
