@@ -154,8 +154,8 @@ def _plan(scale: float, config: Config, q, v, cu_seqlens, use_qk_l2norm: bool, t
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
 def _launch(q, k, v, g, beta, initial, cu_seqlens, *, plan: ForwardPlan, params):
-    """(o, final states, (cum, beta, inverse), normed), of operands without a batch, v in slices of 64. `normed` are q and
-    k with norms of 1, and what their rows were multiplied by, where the plan says so; else it is None."""
+    """(o, final states, (cum, beta, inverse), normed), of operands without a batch, v in slices of 64. `normed` are q
+    and k divided by their norms, and by what their rows were multiplied, if the plan says so; else it is None."""
     sequences = plan.sequences
     cum = cumulative_decays(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
     beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)

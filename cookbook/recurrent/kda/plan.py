@@ -46,9 +46,12 @@ class KdaPlan(Plan):
 
     @property
     def prepared(self) -> list:
-        """The results of `kernel_prepare`: the squares, and how each channel decays over each chunk, float32."""
+        """The results of `kernel_prepare`: the squares, and how each channel decays over each chunk, float32; and with
+        norms by what it multiplied the rows of q and k, float32."""
         chunks = self.heads, self.sequences.num_chunks
+        factors = [jax.ShapeDtypeStruct((2, *chunks, CHUNK), jnp.float32)] * self.use_qk_l2norm
         return [
             jax.ShapeDtypeStruct((*chunks, self.num_squares, *SQUARE), self.dtype),
             jax.ShapeDtypeStruct((*chunks, self.pieces * CHUNK), jnp.float32),
+            *factors,
         ]
