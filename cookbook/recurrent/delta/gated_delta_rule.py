@@ -15,7 +15,8 @@ In a chunk of 64 tokens the errors e, which beta makes corrections of the state,
 Here cum is the sum of g within the chunk, made by XLA. Exponentials of positive numbers are never used. Two kernels,
 whose files have the formulas and the tables of roles and barriers:
 
-    kernel_inverse   the inverses of all chunks' triangles at once
+    kernel_inverse   the inverses of all chunks' triangles at once; with `use_qk_l2norm` it also divides q and k by
+                     their norms, for all that comes after
     kernel           from chunk to chunk, a block for each 64 values of a head, or for each head where those are more
                      than SMs
 

@@ -6,7 +6,8 @@ which `kernel_backward` made, it computes the rest of the derivation in `gradien
 
 Shapes: as in `kernel` and `kernel_backward`; e is transposed, (chunks, slices, 64, 64). dq and dk as q and k: value
 heads that share a key head are added in registers. Two arrays (heads, chunks, warpgroups, 2 or 4, 64) in float32
-are the shares that the warpgroup of pairs and those of columns have in the `SUMS`.
+are the shares that the warpgroup of pairs and those of columns have in the `SUMS`. With `use_qk_l2norm` q and k are the
+normalised ones, and dq and dk the gradients of those before.
 
 Role table: a block goes through tiles, each a chunk of a key head, and in a tile through its value heads and their
 slices; its warpgroups are

@@ -10,6 +10,10 @@ UT transform, fla `solve_tril`.
 Shapes: k (rows, key heads, N), cum and beta (heads, chunks, 64) float32, inverse (heads, chunks, 64, 64) of the dtype
 of k. Tokens that a cut chunk does not have have rows and columns of the unit matrix.
 
+With `use_qk_l2norm` the kernel first divides the rows of q and k by their norms. It stores them for the kernels that
+follow, like k in shape and dtype, and the factors of the rows (2, key heads, chunks, 64) in float32 for their
+gradients.
+
 Role table: one warpgroup per block, which makes the inverses of one chunk for up to four value heads of a key head, one
 after the other. There is no memory warpgroup: three blocks on an SM hide each other's copies. The products of keys with
 keys and the masks are the same for these heads and stay in shared memory.
@@ -19,6 +23,7 @@ Barrier table:
     barrier   arrivals                                      who waits
     filled    copies of the keys, of the masks, and of cum  the warpgroup, once
               (in two layouts) and beta of the heads
+    q_filled  copies of the queries, for norms              the warpgroup of the first block of a key head, once
 
 The algorithm doubles inverted blocks. Cut 1 + lower into blocks of b tokens. Two neighbours on the diagonal, whose
 inverses d1 and d2 are known, and the block e of `lower` between them make a block of 2 b tokens, whose inverse is
