@@ -392,7 +392,7 @@ def _before_norms(shared: Shared, p: Index, i: Index, stage: Index, rows, grads)
     """The gradients of a piece of rows of q and k before they were normalised: f (du - u (u . du))"""
     dots = [_row_dots(u, du) for u, du in zip(rows, grads, strict=True)]
     if shared.dots is not None:
-        # Who stores dots of the next tile but one in this place has got the next tile's from all, who thus read these.
+        # Two places are enough: a warpgroup waits for the next tile's dots of all before it stores here again.
         of_pieces = shared.dots.at[_device.rem(i, 2)]
         for which, dot in enumerate(dots):
             _device.store(of_pieces.at[p, which], dot)

@@ -168,7 +168,7 @@ def _kernel(first_rows, num_rows, k_gmem, q_gmem, vectors, masks_gmem, o_gmem, *
     if normed_gmem:
         keys_smem, *q_smem = keys_smem
         queries = Operand(q_gmem, Tiles.views(q_smem[0] if interpreted else q_smem, interpreted), key_head, num_pieces)
-        is_first = _device.rem(first_head, group) == 0  # Of the blocks of a key head.
+        is_first = _device.rem(first_head, group) == 0  # This block is the first one of its key head.
         pl.when(is_first)(lambda: queries.copy(first_rows[chunk], CHUNK, 0, q_filled))
 
     keys.copy(first_rows[chunk], CHUNK, 0, filled)
