@@ -135,7 +135,7 @@ def serve(problem: Problem, backend: str, params, **how) -> dict:
     )
 
 
-PACKED_BYTES = {"mxfp4": 1 / 2 + 1 / 32, "int4": 1 / 2 + 2 / 128}  # Of a weight and its share of a scale.
+PACKED_BYTES = {"mxfp4": 1 / 2 + 1 / 32, "int4": 1 / 2 + 2 / 128}  # A weight and its share of a scale.
 
 
 def decode_bound(problem: Problem, length: int, weights: str | None = None) -> lab.roofline.Bound:

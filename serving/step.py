@@ -194,7 +194,7 @@ def step(
 
 
 def _cuts_of(batch: Batch, draws: np.ndarray) -> str:
-    """What cuts tokens off where rows draw, as `sample` takes it."""
+    """How tokens are cut off where rows draw, as `sample` takes it."""
     has_top_k = draws & (batch.top_ks < ALL_TOKENS)
     if has_top_k.any():
         return "top_k" if (has_top_k == draws).all() else "both"

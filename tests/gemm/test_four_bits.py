@@ -348,6 +348,11 @@ def test_experts_of_gpt_oss(count):
     lab.check(fn, reference, x, logits, weights, biases, gpu=None, tolerance=6e-3)  # Rounded between the products.
 
 
+def test_experts_with_more_tokens_than_the_mean_have_one_tile():
+    """gpt-oss's 64 tokens are 8 rows per expert; tiles of 8 rows would convert half of the experts' weights twice."""
+    assert ragged_mxfp4.default_config(256, 5760, 2880, 32).tile_n == 16
+
+
 def packed_integers(k, n, size=32):
     """Integers of two experts, with zero points; and the float64 (2, K, N) that NumPy makes of them."""
     rng = np.random.default_rng(k)

@@ -284,7 +284,7 @@ def written_packed(folder, method: str, change=lambda parts: parts, name: str | 
 
 def widened(config: LlamaConfig, params: dict) -> dict:
     """The parameters as floats, each rounded once to the dtype of the config."""
-    inputs = lambda name: config.shapes[name][1]  # Of a matrix and of experts.
+    inputs = lambda name: config.shapes[name][1]  # Matrices and experts alike.
     return {
         name: value.floats(inputs(name), config.dtype) if isinstance(value, Packed) else value
         for name, value in params.items()
@@ -313,7 +313,7 @@ def test_weights_stay_packed_and_are_exact(tmp_path, method):
 
 @pytest.mark.parametrize("method, name", [("mxfp4", "gpt_oss"), ("awq", "qwen3"), ("gptq_sym", "mixtral")])
 def test_packed_weights_give_the_logits_of_widened_ones(tmp_path, method, name):
-    """Of XLA, which widens them in each step: bit for bit. And they are counted as what they take."""
+    """XLA, which widens them in each step, has the same bits. And they are counted as what they take."""
     written_packed(tmp_path, method, name=name)
     config, params = load(tmp_path)
     wide, tokens = widened(config, params), np.random.default_rng(1).integers(0, 96, 40)

@@ -36,7 +36,7 @@ def options_of(rows: list[tuple], seed: int = 0) -> Options:
     )  # fmt: skip
 
 
-DRAWS = 60  # Of each row. Other tokens than the probable ones are found with a temperature at which all are likely.
+DRAWS = 60  # A row has so many. Where other tokens than the probable ones matter, the temperature is high.
 
 
 def kept_of(logits, options: Options, cuts="both") -> np.ndarray:
@@ -69,7 +69,7 @@ def test_what_is_cut_off_is_what_sorting_cuts_off(seed):
 @pytest.mark.parametrize(
     "logits, row, kept",
     [
-        ([3, 1, 3, 0], (9, 1, 1.0, 0.0), [0]),  # Of equal ones the first.
+        ([3, 1, 3, 0], (9, 1, 1.0, 0.0), [0]),  # The first of equal ones.
         ([-5, -1, -3, -4], (9, 2, 1.0, 0.0), [1, 2]),
         ([-1, 0.0, -0.0, 1], (9, 2, 1.0, 0.0), [1, 3]),
         (np.log([0.5, 0.3, 0.15, 0.05]), (1, 4, 0.8, 0.0), [0, 1]),

@@ -61,7 +61,7 @@ def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 1
         memory = (with_rows * n * k * bits / 8 + 2 * m * (n + k)) / cost.H200.read / 1e6
         return cost.H200.start + cost.longer(waves * one, memory)
 
-    found = cost_int8_weights.candidates(rows, n, k, num_sms)
+    found = cost_int8_weights.candidates(2 * rows, n, k, num_sms)  # Groups differ: some have more rows than the mean.
     return sorted((c for c in found if c.split_k == 1), key=predict)[:count]
 
 
