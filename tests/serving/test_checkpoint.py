@@ -13,10 +13,10 @@ from safetensors.numpy import save_file
 
 import lab
 from bench.peers import imports
-from serving import Engine, LlamaConfig, RopeScaling, YarnScaling, init, load, memory, save
+from serving import Engine, LlamaConfig, RopeScaling, YarnScaling, init, load, memory, quantized, save
 from serving.checkpoint import config_of
 from serving.model import empty_pages, forward
-from serving.quantized import Packed
+from serving.quantized import Packed, Packing
 from serving.request import Chunk, Request
 from serving.step import pack
 from serving.weights import prepared
@@ -325,7 +325,18 @@ def test_packed_weights_give_the_logits_of_widened_ones(tmp_path, method, name):
     assert saved == arrays(wide) - arrays(params) > 0 and memory(config, **sizes) == memory(config, wide, **sizes)
 
 
-def test_parts_that_are_packed_in_different_ways_are_joined_as_floats():
+def test_large_groups_are_packed_as_several():
+    """The kernels take groups of up to 128. One group of all inputs is -1 in a config."""
+    for size in (256, -1):
+        quantization = dict(quant_method="gptq", bits=4, group_size=256)
+        parts, values = in_integers(np.random.default_rng(0), "x.weight", (8, 256), quantization)
+        packing = Packing.of(dict(model_type="llama", quantization_config=quantization | dict(group_size=size)))
+        found = quantized.packed(packing, {key: jnp.asarray(x) for key, x in parts.items()}, "float32")
+        assert found.keys() == {"x.weight"} and found["x.weight"].scales.shape == (2, 8)
+        np.testing.assert_array_equal(found["x.weight"].floats(256, "float32"), values.astype(np.float32))
+
+
+def test_parts_that_are_packed_in_different_ways_are_joined_as_floats(tmp_path):
     """As where the groups of one matrix alone are out of order."""
     config = LlamaConfig(61, 64, 64, 1, 2, 1, 64, dtype="float32")
     params, floats = init(config, packing="int4"), init(config)
@@ -343,6 +354,8 @@ def test_parts_that_are_packed_in_different_ways_are_joined_as_floats():
             assert abs(np.std(x.floats(inputs, "float32")) * inputs**0.5 - 1) < 0.1, name
     with pytest.raises(ValueError, match="weights = 'int8' with packed parameters"):
         prepared(config, params, "int8")
+    with pytest.raises(ValueError, match="save: model.layers.0.* is packed; must be floats"):
+        save(config, params, tmp_path)
     with pytest.raises(ValueError, match='packing=.fp8.; must be None, "mxfp4" or "int4"'):
         init(config, packing="fp8")
     name = "model.layers.0.mlp.down_proj.weight"
