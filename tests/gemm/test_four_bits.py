@@ -350,7 +350,8 @@ def test_experts_of_gpt_oss(count):
 
 def test_experts_with_more_tokens_than_the_mean_have_one_tile():
     """gpt-oss's 64 tokens are 8 rows per expert; tiles of 8 rows would convert half of the experts' weights twice."""
-    assert ragged_mxfp4.default_config(256, 5760, 2880, 32).tile_n == 16
+    config = ragged_mxfp4.default_config(256, 5760, 2880, 32)
+    assert (config.tile_n, config.tile_k) == (16, 128)
 
 
 def packed_integers(k, n, size=32):
