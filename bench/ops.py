@@ -300,21 +300,6 @@ OPS = {
         choices=dict(renormalize=False),
         empty=(dict(x=0, router_logits=0),),
     ),
-    "moe_mxfp4_weights": Op(
-        dict(
-            x=(BF16, (5, 64)),
-            router_logits=(F32, (5, 3)),
-            w_gate_up=MATRICES[:, :, :8],
-            gate_up_scales=np.stack([E2M1_SCALES[:1] - 4 * 257] * 3),
-            w_down=np.concatenate([MATRICES[..., :8]] * 4, axis=1),
-            down_scales=np.concatenate([np.stack([E2M1_SCALES[:1]] * 3)] * 4, axis=2),
-        ),
-        dict(top_k=2),
-        static=("top_k", "renormalize", "swiglu_limit"),
-        more=dict(b_gate_up=(F32, (3, 16)), b_down=(F32, (3, 64)), group_offset=np.array(0, np.int32)),
-        choices=dict(renormalize=False, swiglu_limit=2.0),
-        empty=(dict(x=0, router_logits=0),),
-    ),
     "paged_attention": Op(
         dict(q=(BF16, (2, 2, 64)), **PAGED),
         static=LOGITS,

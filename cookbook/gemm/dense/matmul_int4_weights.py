@@ -111,6 +111,11 @@ def size_of_groups(op: str, group_size) -> int:
     return group_size
 
 
+def group_size_of(k: int, groups: int) -> int:
+    """The size of groups of which there are so many along K; GROUPS[-1] if none has that number of them."""
+    return next((size for size in GROUPS if -(-k // size) == groups), GROUPS[-1])
+
+
 def check_sizes(op: str, x, w, dtypes, name: str = "x", grouped: bool = False) -> tuple[int, int, int]:
     """M, N and K of the product of x, of this `name`, and packed weights; `dtypes` are those that x may have."""
     if x.dtype not in dtypes or w.dtype != jnp.uint32:
