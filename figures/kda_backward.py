@@ -62,7 +62,7 @@ def parted_pairs(ax):
     words(ax, middle, row + 0.56, "the middle", 8.5)
     arrow(ax, (middle - 0.04, row - 0.07), (start + 2.5 * width, row - 0.07), BLUE)
     arrow(ax, (middle + 0.04, row - 0.07), (start + 12.5 * width, row - 0.07), SKY)
-    words(ax, start + 3.5 * width, row - 0.22, "x[j]: gates after j", 8.5, colour=SOFT)
-    words(ax, start + 12.2 * width, row - 0.22, "x[t]: gates up to t", 8.5, colour=SOFT)
-    text = "exp(x[t] + x[j]) is the pair's decay:\nboth sums are at most 0, and each\nbelongs to one token"
+    words(ax, start + 3.5 * width, row - 0.22, "z[j]: gates after j", 8.5, colour=SOFT)
+    words(ax, start + 12.2 * width, row - 0.22, "z[t]: gates up to t", 8.5, colour=SOFT)
+    text = "exp(z[t] + z[j]) is the pair's decay:\nboth sums are at most 0, and each\nbelongs to one token"
     words(ax, 4.55, 2.0, text, 8.5, ha="left")

@@ -24,6 +24,7 @@ def check_parting(answer) -> str:
     power = lambda x: 1 << (x.bit_length() - 1)
     likely = [
         (dict(both=True), "The power is that of one half; this is both halves together."),
+        (dict(both=True, first=True), "The power is that of one half; this is both halves together."),
         (dict(first=True), "This is the first token of the first half; the middle is where the second half begins."),
         (dict(end=True), "This is the last token of the first half; the first of the second one is wanted."),
         (dict(own=True), "This is the token itself, and not where its half begins."),
@@ -160,10 +161,11 @@ def check_gate_gradients(answer) -> str:
             (from_end(q * dq + k * dk) + last, "rows that write are missing."),
             (from_end(q * dq - w * dw) + last, "keys that read are missing."),
             (from_end(q * dq) + last, "rows that write and keys that read are missing."),
-            (from_end(shares), "what the sum to the end of the chunk is in, is missing: begin with `last`."),
+            (from_end(shares), "the share of the state after the chunk is missing: begin with `last`."),
             (last - from_end(shares), "the sign of all shares is the other one."),
             (np.cumsum(shares, axis=0) + last, "it sums from the start; a gate is in the sums of later tokens."),
             (np.cumsum(shares, axis=0), "it sums from the start; a gate is in the sums of later tokens."),
+            (np.cumsum(q * dq, axis=0), "it sums from the start, and only the queries' share, from zero."),
             (shares + last, "a gate gets the share of only its own token; it is in the sums of later ones, too."),
             (exact - shares, "a gate is in the sum of its own token, too."),
         ]

@@ -10,8 +10,6 @@ exercise-1
   t & -block => j | (block - 1)  # last token of the first half
   t & -block => (j | (block - 1)) + 1  # Right.
   block = 1 << => block = 2 <<  # both halves together
-  block = 1 << ((t ^ j).bit_length() - 1) => block = 1 && t & -block => t
-    # is expected
 exercise-2
   ds - across(de) * of_key(k_gmem, t) => ds + across(de) * of_key(k_gmem, t)  # the error's share is the other one
   -decayed * across(de) => decayed * across(de)  # the sign of dk
@@ -34,9 +32,9 @@ exercise-4
   share - row => share + row  # rows that write
   share - row(w_gmem) * row(dw_gmem) => share  # rows that write
   t = len(q) - 1 - i => t = i  # from the start
-  load(last_gmem, COLUMNS)) => 0 * load(last_gmem, COLUMNS))  # the end of the chunk is missing
+  load(last_gmem, COLUMNS)) => 0 * load(last_gmem, COLUMNS))  # begin with `last`
   return after => return load(last_gmem, COLUMNS)  # only its own token
-  dg_gmem.at[t], after) => dg_gmem.at[t], after - share)  # its own token
+  dg_gmem.at[t], after) => dg_gmem.at[t], after - (share - row(w_gmem) * row(dw_gmem)))  # its own token
   after + (share => after - (share  # the sign
   len(q), token => 5, token  # element
   lambda q, dq, k, dk, w, dw, last: jnp.cumsum((q * dq + k * dk - w * dw)[::-1], 0)[::-1] + last  # must be a kernel
