@@ -158,10 +158,10 @@ OPS = {
             g=(F32, HEADS[:3], "negative"),
             beta=(F32, HEADS[:3], "share"),
         ),
-        static=("scale", "return_final_state"),
+        static=("scale", "return_final_state", "use_qk_l2norm"),
         gradients=("q", "k", "v", "g", "beta"),
         more=dict(initial_state=(F32, (1, 2, 64, 64))),
-        choices=dict(return_final_state=True),
+        choices=dict(return_final_state=True, use_qk_l2norm=True),
         empty=(dict(q=0, k=0, v=0, g=0, beta=0), dict(q=1, k=1, v=1, g=1, beta=1)),
     ),
     "gated_delta_rule_step": Op(

@@ -22,9 +22,6 @@ from cookbook.rows.rms_norm import rms_norm_reference
 from serving.weights import Int8
 
 ROWS_AT_ONCE = 16  # Tokens of a mixed step whose gathered keys and values are in memory together.
-# Rows up to which SwiGLU is in the epilogue of its product. With more, the tile that its two accumulators leave is too
-# small, and XLA's fusion after a plain product is predicted to be faster.
-GATED_ROWS = 128
 # Pages of the narrowest block table: fewer widths are fewer compilations. A kernel reads a table as far as its sequence
 # goes, and XLA gathers all of it.
 TABLE_WIDTHS_MIN = dict(cookbook=64, xla=16)
@@ -73,11 +70,12 @@ def _kernel_linear(x, weight, out_dtype):
 
 
 def _kernel_gated(x, weight):
-    if len(x) > GATED_ROWS or isinstance(weight, Int8):
+    if isinstance(weight, Int8):
         return _swiglu(_kernel_linear(x, weight, x.dtype), x.dtype)
-    # A grouped product of a single group: its epilogue has SwiGLU.
-    sizes = jnp.full(1, len(x), jnp.int32)
-    return cookbook.ragged_dot(x, weight[None], sizes, transpose_rhs=True, activation="swiglu")
+    gate, up = jnp.split(weight, 2)  # No copy: the kernel reads both as they lie,
+    if gate.size * gate.dtype.itemsize % 256:  # unless one lies where XLA hands over no slice.
+        gate, up = jax.lax.optimization_barrier((gate, up))
+    return cookbook.glu(x, gate, up, transpose_weights=True)
 
 
 def _linear(x, weight, out_dtype):
