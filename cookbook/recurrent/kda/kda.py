@@ -42,6 +42,7 @@ and back by the same. g here are the logarithms of the decays; with `use_gate_in
 Bound by: the stream of what the first kernel hands to the second; where sequences and heads do not fill the GPU, the
 latency of a chunk, three products in a row.
 Not supported: parts of a sequence on several SMs, second derivatives.
+Chapter: notebooks/17c_kda_backward.ipynb.
 Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture" (2025).
 """
 
