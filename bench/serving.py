@@ -39,6 +39,7 @@ class Problem:
     max_tokens_per_step: int
     page_size: int = 16
     model: str = "llama-1b"  # In the names of results.
+    packing: str | None = None  # As `init` takes it.
 
 
 # Sizes of Llama 3.2 1B, with random weights: what they are changes no time. The longest request has 1024 tokens; the
@@ -54,7 +55,7 @@ MOE_LAYER = Problem(
     num_requests=64, max_prompt=256, max_new_tokens=256, num_pages=4096, max_seqs=64, max_tokens_per_step=512,
     model="qwen3-moe-layer",
 )  # fmt: skip
-# gpt-oss-20b's sizes, random weights, its experts of 16 bits.
+# gpt-oss-20b's sizes, random weights, its experts packed.
 GPT_OSS = Problem(
     LlamaConfig(
         201_088, 2880, 2880, 24, 64, 8, 64, rope_theta=150_000.0, num_experts=32, num_experts_per_tok=4,
@@ -63,7 +64,7 @@ GPT_OSS = Problem(
         max_position_embeddings=131_072,
     ),
     num_requests=384, max_prompt=384, max_new_tokens=352, num_pages=8192, max_seqs=64, max_tokens_per_step=512,
-    model="gpt-oss-20b",
+    model="gpt-oss-20b", packing="mxfp4",
 )  # fmt: skip
 TINY = Problem(
     LlamaConfig(256, 128, 256, 2, 4, 2, 64, dtype="float32"),
@@ -134,6 +135,9 @@ def serve(problem: Problem, backend: str, params, **how) -> dict:
     )
 
 
+PACKED_BYTES = {"mxfp4": 1 / 2 + 1 / 32, "int4": 1 / 2 + 2 / 128}  # A weight and its share of a scale.
+
+
 def decode_bound(problem: Problem, length: int, weights: str | None = None) -> lab.roofline.Bound:
     """The roofline bound of a step in which `max_seqs` sequences of `length` tokens decode.
 
@@ -152,7 +156,9 @@ def decode_bound(problem: Problem, length: int, weights: str | None = None) -> l
         ):
             continue
         flops += 2 * size * tokens * (routed if is_experts else 1)
-        nbytes += itemsize * size * (1 - (1 - routed) ** tokens if is_experts else 1)
+        is_packed = is_experts if problem.packing == "mxfp4" else problem.packing and "_proj." in name
+        bytes_each = PACKED_BYTES[problem.packing] if is_packed else itemsize
+        nbytes += bytes_each * size * (1 - (1 - routed) ** tokens if is_experts else 1)
     layers = config.num_hidden_layers
     seen = layers * length - len(config.window_layers) * max(0, length - (config.window or length))
     flops += 4 * seen * config.num_attention_heads * config.head_dim * tokens
@@ -288,7 +294,7 @@ def decode_host(problem: Problem, length: int = 320, count: int = 20, num_steps:
 
 def _decode_host(problem: Problem, length: int, count: int, num_steps: int, how: dict) -> dict[str, float]:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # The caller's process has arrays on the GPU, too.
-    send = _decoding(problem, init(problem.config), length, num_steps, **how)
+    send = _decoding(problem, init(problem.config, packing=problem.packing), length, num_steps, **how)
     for _ in range(40):  # Compiles; XLA records its command buffers.
         jax.block_until_ready(send())
     options = jax.profiler.ProfileOptions()
@@ -337,9 +343,11 @@ def host_name(problem: Problem, num_steps: int) -> str:
     return step_name(problem) + "/host" + (f"_of_{num_steps}" if num_steps > 1 else "")
 
 
-def decode_launches(config: LlamaConfig, max_seqs: int, weights: str | None = None) -> list[lab.Launch]:
+def decode_launches(
+    config: LlamaConfig, max_seqs: int, weights: str | None = None, packing: str | None = None
+) -> list[lab.Launch]:
     """The launches of a step on an H200 in which `max_seqs` sequences decode, greedily; counted without a GPU."""
-    params = {name: jax.ShapeDtypeStruct(shape, config.dtype) for name, shape in config.shapes.items()}
+    params = jax.eval_shape(functools.partial(init, config, packing=packing))
     params = jax.eval_shape(functools.partial(prepared, config, kind=weights), params)
     pages = jax.eval_shape(lambda: empty_pages(config, 512, 16))
     arrays, tree = jax.tree.flatten(padding(max_seqs, 64, max_seqs, windows=config.window is not None))
@@ -368,7 +376,7 @@ def run() -> None:
     for problem, weights in ((LLAMA_1B, None), (LLAMA_1B, "int8"), (MOE_LAYER, None), (GPT_OSS, None)):
         bound = decode_bound(problem, 320, weights)
         print(f"a step of {problem.model} that decodes, weights {weights or problem.config.dtype}: {bound}")
-        of_problem = params if problem is LLAMA_1B else functools.partial(init, problem.config)
+        of_problem = params if problem is LLAMA_1B else functools.partial(init, problem.config, packing=problem.packing)
         name = step_name(problem, weights or "cookbook")
         _print("ms", lab.results.value(name, functools.partial(_of_params, decode_step, problem, of_problem, weights)))
         kernels = functools.partial(_of_params, decode_kernels, problem, of_problem, weights)

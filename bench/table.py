@@ -14,7 +14,6 @@ NOT_TIMED = {
     "fuse": "it is what `add` is made of",
     "linear_attention": "it is `ssd` without gates",
     "merge_attention": "XLA computes it",
-    "moe_mxfp4_weights": "its products are timed, and what is around them as a part of `moe`",
     "ragged_dot_int4_weights": "there is no peer: no library has this product",
     "ragged_dot_int8_weights": "there is no peer: no library has this product",
     "rope_write_kv": "chapter 22 times it as a part of a step",

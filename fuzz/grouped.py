@@ -262,7 +262,9 @@ def draw_moe(draw: Draw) -> dict:
         router=draw.choice(*FLOATS), group_offset=None if count == experts else draw.number(0, experts - count),
         values=draw.choice("normal", "equal"),
     )  # fmt: skip
-    case |= dict(grad=case["values"] == "normal" and draw.sometimes(0.1))
+    case |= dict(grad=case["values"] == "normal" and draw.sometimes(0.1), packed=draw.sometimes(0.2))
+    if case["packed"]:
+        case |= dict(dtype="bfloat16", grad=False)
     return case | dict(biases=draw.sometimes(0.3), swiglu_limit=draw.choice(None, None, 1.0))
 
 
@@ -270,19 +272,32 @@ def moe_arrays(case: dict, values: Values) -> dict:
     tokens, hidden, inner, count, dtype = (case[name] for name in ("tokens", "hidden", "inner", "count", "dtype"))
     logits = values((tokens, case["experts"]), case["router"])
     biases = dict(b_gate_up=values((count, 2 * inner), "float32"), b_down=values((count, hidden), "float32"))
-    return (biases if case["biases"] else {}) | dict(
+    given = (biases if case["biases"] else {}) | dict(
         x=values((tokens, hidden), dtype), w_down=values((count, inner, hidden), dtype, scale=inner**-0.5),
         router_logits=np.round(logits.astype(np.float32)).astype(logits.dtype) if case["values"] == "equal" else logits,
         w_gate_up=values((count, hidden, 2 * inner), dtype, scale=hidden**-0.5),
     )  # fmt: skip
+    for name, columns, k in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)) if case["packed"] else ():
+        shape, exponent = (count, columns, -(-k // 32)), round(np.log2(3 * max(k, 1) ** 0.5))
+        given[f"w_{name}"] = values((*shape, 16), "int8", "huge").view(np.uint8)
+        given[f"{name}_scales"] = (values(shape, "int8", "huge") % 3 + 126 - exponent).astype(np.uint8)
+    return given
 
 
-def call_moe(case, **arrays):
+def call_moe(case, gate_up_scales=None, down_scales=None, **arrays):
+    if case["packed"]:
+        arrays["w_gate_up"] = cookbook.pack_mxfp4(arrays["w_gate_up"], gate_up_scales)
+        arrays["w_down"] = cookbook.pack_mxfp4(arrays["w_down"], down_scales)
     how = {name: case[name] for name in ("top_k", "renormalize", "group_offset", "swiglu_limit")}
     return (cookbook.moe(**arrays, **how),)
 
 
-def moe_reference(case, x, router_logits, w_gate_up, w_down, b_gate_up=None, b_down=None):
+def moe_reference(
+    case, x, router_logits, w_gate_up, w_down, b_gate_up=None, b_down=None, gate_up_scales=None, down_scales=None
+):
+    if case["packed"]:
+        w_gate_up = widened(w_gate_up, gate_up_scales)[:, : case["hidden"]]
+        w_down = widened(w_down, down_scales)[:, : case["inner"]]
     out, size = np.zeros_like(x), np.zeros_like(x)
     order = np.lexsort((np.signbit(router_logits), -router_logits), 1)  # The first of equal ones; 0 before -0.
     weights = np.exp(router_logits - router_logits.max(1, keepdims=True, initial=-1e30))
@@ -304,33 +319,6 @@ def moe_reference(case, x, router_logits, w_gate_up, w_down, b_gate_up=None, b_d
     return [(out, (2.0**-6 if case["dtype"] == "bfloat16" else 2.0**-9) * size)]
 
 
-def draw_moe_mxfp4(draw: Draw) -> dict:
-    return draw_moe(draw) | dict(dtype="bfloat16", grad=False)
-
-
-def moe_mxfp4_arrays(case: dict, values: Values) -> dict:
-    given = moe_arrays(case, values)
-    for name, columns, k in (("gate_up", 2 * case["inner"], case["hidden"]), ("down", case["hidden"], case["inner"])):
-        shape, exponent = (case["count"], columns, -(-k // 32)), round(np.log2(3 * max(k, 1) ** 0.5))
-        given[f"w_{name}"] = values((*shape, 16), "int8", "huge").view(np.uint8)
-        given[f"{name}_scales"] = (values(shape, "int8", "huge") % 3 + 126 - exponent).astype(np.uint8)
-    return given
-
-
-def call_moe_mxfp4(case, w_gate_up, gate_up_scales, w_down, down_scales, **arrays):
-    how = {name: case[name] for name in ("top_k", "renormalize", "group_offset", "swiglu_limit")}
-    (gate_up, of_gate_up), (down, of_down) = (
-        cookbook.pack_mxfp4(*pair) for pair in ((w_gate_up, gate_up_scales), (w_down, down_scales))
-    )
-    weights = dict(w_gate_up=gate_up, gate_up_scales=of_gate_up, w_down=down, down_scales=of_down)
-    return (cookbook.moe_mxfp4_weights(**arrays, **weights, **how),)
-
-
-def moe_mxfp4_reference(case, w_gate_up, gate_up_scales, w_down, down_scales, **arrays):
-    gate_up = widened(w_gate_up, gate_up_scales)[:, : case["hidden"]]
-    return moe_reference(case, w_gate_up=gate_up, w_down=widened(w_down, down_scales)[:, : case["inner"]], **arrays)
-
-
 OPS = {
     "ragged_dot": Op(draw_ragged, ragged_arrays, call_ragged, ragged_reference, ragged_rule, ("lhs", "rhs")),
     "ragged_dot_fp8": Op(draw_fp8, fp8_arrays, call_fp8, fp8_reference),
@@ -346,5 +334,4 @@ OPS = {
     "moe": Op(
         draw_moe, moe_arrays, call_moe, moe_reference, gradients=("x", "router_logits", "w_gate_up", "w_down")
     ),
-    "moe_mxfp4_weights": Op(draw_moe_mxfp4, moe_mxfp4_arrays, call_moe_mxfp4, moe_mxfp4_reference),
 }  # fmt: skip

@@ -179,13 +179,14 @@ def draw_delta(draw: Draw) -> dict:
         dtype=draw.choice(*HALVES), initial=draw.sometimes(), final=draw.sometimes(), scale=draw.choice(None, 1.0),
         decay=draw.choice("none", "weak", "strong", "resets"), rowwise=["q", "k", "v", "g", "beta"],
     )  # fmt: skip
-    return with_gradient(draw, case)
+    return with_gradient(draw, case) | dict(norm=draw.sometimes(0.3))
 
 
 def delta_inputs(case: dict, values: Values, rows: tuple) -> dict:
     h, g, p, n = (case[name] for name in ("heads", "groups", "p", "n"))
     q, k = (values((*rows, g, n)) for _ in "qk")
-    q, k = ((x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(values((1,), case["dtype"]).dtype) for x in (q, k))
+    length, dtype = 3.0 if case.get("norm") else 1.0, values((1,), case["dtype"]).dtype
+    q, k = ((length * x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(dtype) for x in (q, k))
     strength = {"none": 0.0, "weak": 0.1, "strong": 20.0, "resets": 0.1}[case["decay"]]
     decays = -np.abs(values((*rows, h), scale=strength))
     if case["decay"] == "resets":
@@ -201,7 +202,7 @@ def delta_arrays(case: dict, values: Values) -> dict:
 
 
 def call_delta(case, q, k, v, g, beta, **how):
-    how |= dict(scale=case["scale"], return_final_state=case["final"])
+    how |= dict(scale=case["scale"], return_final_state=case["final"], use_qk_l2norm=case["norm"])
     out = cookbook.gated_delta_rule(q, k, v, g, beta, **how)
     return out if case["final"] else (out,)
 
@@ -213,6 +214,8 @@ def norms(state):
 
 def delta_step(case, state, size, q, k, v, g, beta):
     """(state, size, o, size of o): sizes are norms of rows, since corrections depend on all of a row."""
+    if case.get("norm"):
+        q, k = (x / math.sqrt(x @ x + 1e-6) for x in (q, k))
     scale = case["n"] ** -0.5 if case["scale"] is None else case["scale"]
     decayed = math.exp(g) * state
     state = decayed + beta * np.outer(v - decayed @ k, k)
@@ -329,10 +332,6 @@ def conv_step_reference(case, x, state, **weights):
 # Kimi Delta Attention -------------------------------------------------------------------------------------------------
 
 
-def draw_kda(draw: Draw) -> dict:
-    return draw_delta(draw) | dict(norm=draw.sometimes(0.3))
-
-
 def kda_inputs(case: dict, values: Values, rows: tuple) -> dict:
     given = delta_inputs(case, values, rows)
     strength = {"none": 0.0, "weak": 0.1, "strong": 20.0, "resets": 0.1}[case["decay"]]
@@ -356,8 +355,6 @@ def call_kda(case, q, k, v, g, beta, **how):
 
 def kda_token(case, state, size, q, k, v, g, beta):
     """As `delta_step`: the columns are decayed first, and then there is no decay."""
-    if case["norm"]:
-        q, k = (x / math.sqrt(x @ x + 1e-6) for x in (q, k))
     return delta_step(case, state * np.exp(g), size, q, k, v, 0.0, beta)
 
 
@@ -410,6 +407,6 @@ OPS = {
         draw_delta, delta_arrays, call_delta, delta_reference, gradients=("q", "k", "v", "g", "beta")
     ),
     "gated_delta_rule_step": Op(draw_delta_step, delta_step_arrays, call_delta_step, delta_step_reference),
-    "kda": Op(draw_kda, kda_arrays, call_kda, kda_reference, gradients=("q", "k", "v", "g", "beta")),
+    "kda": Op(draw_delta, kda_arrays, call_kda, kda_reference, gradients=("q", "k", "v", "g", "beta")),
     "kda_step": Op(draw_kda_step, kda_step_arrays, call_kda_step, kda_step_reference),
 }  # fmt: skip

@@ -2,10 +2,12 @@
 
 Both take the same arguments and give the same results, but for rounding:
 
-    cookbook    this package's kernels, on a GPU or inside `lab.interpret()`; 16-bit weights, pages of these
-                or with bfloat16 of e4m3, heads of 64, 128 or 256, pages of 16, 32, 64, 128 or 256 tokens
-    xla         products and reductions as XLA makes them, and attention on gathered pages: the keys and values of each
-                token's whole block table are copied together, and masked; any device and float dtype
+    cookbook    this package's kernels, on a GPU or inside `lab.interpret()`; weights of 16 bits or packed ones of 4
+                (MXFP4 with bfloat16), pages of 16 bits or with bfloat16 of e4m3, heads of 64, 128 or 256, pages of 16,
+                32, 64, 128 or 256 tokens
+    xla         products and reductions as XLA makes them, packed weights widened in each step; attention on gathered
+                pages: the keys and values of each token's whole block table are copied together, and masked; any device
+                and float dtype
 """
 
 import functools
@@ -17,14 +19,13 @@ import jax.numpy as jnp
 
 import cookbook
 from cookbook.attn.cache.rope_write_kv import rope_write_kv_reference
+from cookbook.gemm.dense.matmul_int4_weights import group_size_of
 from cookbook.gemm.experts.moe import biased, route, swiglu_of
 from cookbook.rows.rms_norm import rms_norm_reference
+from serving.quantized import Packed
 from serving.weights import Int8
 
 ROWS_AT_ONCE = 16  # Tokens of a mixed step whose gathered keys and values are in memory together.
-# Rows up to which SwiGLU is in the epilogue of its product. With more, the tile that its two accumulators leave is too
-# small, and XLA's fusion after a plain product is predicted to be faster.
-GATED_ROWS = 128
 # Pages of the narrowest block table: fewer widths are fewer compilations. A kernel reads a table as far as its sequence
 # goes, and XLA gathers all of it.
 TABLE_WIDTHS_MIN = dict(cookbook=64, xla=16)
@@ -33,7 +34,7 @@ TABLE_WIDTHS_MIN = dict(cookbook=64, xla=16)
 class Backend(NamedTuple):
     """The functions of a backend, with the arguments and results of this package's kernels."""
 
-    linear: Callable  # (rows, weight, out_dtype): the product with a weight of (outputs, inputs), which may be Int8.
+    linear: Callable  # (rows, weight, out_dtype): the product with a weight of (outputs, inputs), or Int8 or Packed.
     gated: Callable  # (rows, weight): silu of the first half of the product, times the other half.
     rms_norm: Callable
     moe: Callable
@@ -69,18 +70,23 @@ def _swiglu(both, dtype):
 def _kernel_linear(x, weight, out_dtype):
     if isinstance(weight, Int8):
         return cookbook.matmul_int8_weights(x, weight.values, weight.scales, transpose_w=True, out_dtype=out_dtype)
+    if isinstance(weight, Packed):
+        how = dict(zeros=weight.zeros, group_size=group_size_of(x.shape[1], len(weight.scales)))
+        return cookbook.matmul_int4_weights(x, weight.words, weight.scales, **how, out_dtype=out_dtype)
     return cookbook.matmul(x, weight, transpose_b=True, out_dtype=out_dtype)
 
 
 def _kernel_gated(x, weight):
-    if len(x) > GATED_ROWS or isinstance(weight, Int8):
+    if isinstance(weight, (Int8, Packed)):
         return _swiglu(_kernel_linear(x, weight, x.dtype), x.dtype)
-    # A grouped product of a single group: its epilogue has SwiGLU.
-    sizes = jnp.full(1, len(x), jnp.int32)
-    return cookbook.ragged_dot(x, weight[None], sizes, transpose_rhs=True, activation="swiglu")
+    gate, up = jnp.split(weight, 2)  # No copy: the kernel reads both as they lie,
+    if gate.size * gate.dtype.itemsize % 256:  # unless one lies where XLA hands over no slice.
+        gate, up = jax.lax.optimization_barrier((gate, up))
+    return cookbook.glu(x, gate, up, transpose_weights=True)
 
 
 def _linear(x, weight, out_dtype):
+    weight = weight.floats(x.shape[1], x.dtype) if isinstance(weight, Packed) else weight
     values, scales = weight if isinstance(weight, Int8) else (weight, None)
     sums = jnp.promote_types(x.dtype, jnp.float32)
     out = jax.lax.dot_general(
@@ -104,6 +110,9 @@ def _moe(
     x, router_logits, w_gate_up, w_down, *, top_k, renormalize, b_gate_up=None, b_down=None, swiglu_limit=None
 ):  # fmt: skip
     """As `cookbook.moe`, with XLA's grouped products."""
+    if isinstance(w_gate_up, Packed):
+        inner = w_gate_up.words.shape[1] // 2
+        w_gate_up, w_down = w_gate_up.floats(x.shape[1], x.dtype), w_down.floats(inner, x.dtype)
     routing = route(router_logits, top_k, renormalize)
     product = lambda a, b, bias: biased(
         jax.lax.ragged_dot(a, b, routing.group_sizes, precision="highest", preferred_element_type=jnp.float32),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from serving.config import LlamaConfig, check_params
 from serving.hf_config import config_of, raw_of
-from serving.quantized import Packing, widened
+from serving.quantized import Packed, Packing, joined, packed, stacked
 
 # Names of an expert's gate, up and down products.
 EXPERT_NAMES = {
@@ -53,8 +53,7 @@ def load(folder, dtype: str | None = None) -> tuple[LlamaConfig, dict[str, jax.A
         gptq, 4 bits            all others        matrices: integers, and a zero and a scale per group of inputs
         awq, 4 bits, gemm       all others        the same, in another order
 
-    Packed weights are widened to the dtype of the parameters when they are loaded: MXFP4 exactly, the others exactly to
-    float32 and rounded once to 16 bits.
+    Packed weights stay packed, as `Packed` of `quantized.py`, which also says which ones cannot. They are exact.
 
     Args:
       folder: with `config.json` and safetensors files.
@@ -91,7 +90,7 @@ def load(folder, dtype: str | None = None) -> tuple[LlamaConfig, dict[str, jax.A
     if config.tie_word_embeddings:  # Some write it all the same.
         tensors.pop("lm_head.weight", None)
     if packing:
-        tensors = widened(packing, tensors, config.dtype)
+        tensors = packed(packing, tensors, config.dtype)
     params = _params_of(config, raw["model_type"], tensors)
     try:
         check_params(config, params)
@@ -104,12 +103,14 @@ def save(config: LlamaConfig, params: dict[str, jax.Array], folder) -> None:
     """Writes `config.json` and `model.safetensors`, which `load` and transformers read.
 
     Raises:
-      ValueError: the parameters are not the config's, the model is of no known architecture, or the folder has the
-        index of another checkpoint.
+      ValueError: the parameters are not the config's, or some are packed; the model is of no known architecture; or
+        the folder has the index of another checkpoint.
     """
     import safetensors.flax
 
     check_params(config, params)
+    if some := next((name for name, value in params.items() if isinstance(value, Packed)), None):
+        raise ValueError(f"save: {some} is packed; must be floats: copy the checkpoint that it was loaded from")
     model_type = _model_type_of(config)
     folder = pathlib.Path(folder)
     if (folder / INDEX).exists():
@@ -187,6 +188,8 @@ def _renamed(name: str, names: dict[str, str]) -> str:
 
 def _halves(gate_up):
     """Columns of the gate, then the up product's, of columns that alternate."""
+    if isinstance(gate_up, Packed):  # Rows of words.
+        return Packed(_halves(gate_up.words.mT).mT, _halves(gate_up.scales))
     return jnp.concatenate([gate_up[..., ::2], gate_up[..., 1::2]], axis=-1)
 
 
@@ -210,12 +213,13 @@ def _with_experts_joined(config: LlamaConfig, model_type: str, tensors: dict) ->
 
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
-        weights = [
-            [take(f"{layer}.{experts}.{e}.{part}.weight").T for part in parts] for e in range(config.num_experts)
-        ]
-        joined = [jnp.concatenate([gate, up], axis=1) for gate, up, _ in weights]
-        params[f"{layer}.mlp.experts.gate_up_proj.weight"] = jnp.stack(joined)
-        params[f"{layer}.mlp.experts.down_proj.weight"] = jnp.stack([down for _, _, down in weights])
+        gates, ups, downs = (
+            [take(f"{layer}.{experts}.{e}.{part}.weight") for e in range(config.num_experts)] for part in parts
+        )
+        both = [joined(pair, config.hidden_size, config.dtype) for pair in zip(gates, ups, strict=True)]
+        gate_up = stacked(both, config.hidden_size, config.dtype)
+        params[f"{layer}.mlp.experts.gate_up_proj.weight"] = gate_up
+        params[f"{layer}.mlp.experts.down_proj.weight"] = stacked(downs, config.intermediate_size, config.dtype)
         params[f"{layer}.mlp.gate.weight"] = take(f"{layer}.{gate}.weight")
     return params | {name: tensors[name] for name in rest}
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cookbook import _host
+from serving import quantized
 from serving.defaults import under_defaults
 
 
@@ -245,18 +246,35 @@ def check_params(config: LlamaConfig, params) -> None:
     if unknown := sorted(params.keys() - shapes.keys()):
         raise ValueError(f"params: has {len(unknown)} unknown parameter(s), such as {unknown[0]}; {config} has no such")
     for name, value in params.items():
-        if value.shape != shapes[name] or value.dtype != config.dtype:
+        if isinstance(value, quantized.Packed):
+            if not value.is_of(shapes[name]) or name == "model.embed_tokens.weight":
+                of = jax.tree.map(lambda x: x.shape, value)
+                raise ValueError(f"params: {name} is {of}; must stand for {shapes[name]}, and embeddings be floats")
+        elif value.shape != shapes[name] or value.dtype != config.dtype:
             raise ValueError(
                 f"params: {name} is {value.shape}, {value.dtype}; must be {shapes[name]}, {config.dtype}, for {config}"
             )
 
 
 @under_defaults
-def init(config: LlamaConfig, seed: int = 0) -> dict[str, jax.Array]:
-    """Random parameters: products keep the variance of what is multiplied, norms' scales are near 1."""
+def init(config: LlamaConfig, seed: int = 0, packing: str | None = None) -> dict[str, jax.Array]:
+    """Random parameters: products keep the variance of what is multiplied, norms' scales are near 1.
+
+    With `packing` "mxfp4" experts' weights are packed, and with "int4" all matrices of layers but routers.
+
+    Raises:
+      ValueError: there is no such packing.
+    """
+    if packing not in (None, "mxfp4", "int4"):
+        raise ValueError(f'init: {packing=}; must be None, "mxfp4" or "int4"')
     params = {}
     for i, (name, shape) in enumerate(config.shapes.items()):
-        noise = jax.random.normal(jax.random.fold_in(jax.random.key(seed), i), shape, jnp.float32)
+        key = jax.random.fold_in(jax.random.key(seed), i)
+        is_expert, is_product = ".mlp.experts." in name, "_proj." in name
+        if packing and name.endswith(".weight") and (is_expert if packing == "mxfp4" else is_product):
+            params[name] = quantized.random(key, shape, config.dtype, packing)
+            continue
+        noise = jax.random.normal(key, shape, jnp.float32)
         if name.endswith((".bias", ".sinks")):
             noise *= 0.1
         elif len(shape) == 1:

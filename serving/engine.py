@@ -220,14 +220,17 @@ class Engine:
             )  # fmt: skip
         for i, (num_tokens, width, decode) in enumerate(found):
             batch = padding(num_tokens, width, s.max_seqs, windows=bool(self.config.window_layers))
-            for temperature, top_k in ((0, 1), (1, ALL_TOKENS), *([(1, 1)] if i == 0 else [])):
-                batch.temperatures[:], batch.top_ks[:] = temperature, top_k
+            for way, (temperature, top_k, top_p) in enumerate(_ways_to_sample(s.max_seqs)):
+                is_plain = way < 2
+                if i and not is_plain:  # That program has the same shapes in all steps.
+                    continue
+                batch.temperatures[:], batch.top_ks[:], batch.top_ps[:] = temperature, top_k, top_p
                 for logprobs in (False, True) if i == 0 else (False,):
                     with self._repairing():
                         sampled, pages = self._step(batch, decode, logprobs)
                         self._device = Device(pages, sampled.tokens, ())
                     jax.device_get((sampled.tokens, sampled.logprobs))
-                for count in counts if decode and (temperature == 0 or top_k == ALL_TOKENS) else ():
+                for count in counts if decode and is_plain else ():
                     with self._repairing():
                         tokens, last, pages = self._steps(batch, count)
                         self._device = Device(pages, last, ())
@@ -364,6 +367,12 @@ class Engine:
         sizes = self.allocator.num_pages, self.allocator.page_size
         pages = empty_pages(self.config, *sizes, self.kv_cache_dtype)
         return Device(pages, jnp.zeros(self.scheduler.max_seqs, jnp.int32), ())
+
+
+def _ways_to_sample(max_seqs: int) -> list[tuple]:
+    """(temperature, top_k, top_p) of steps that sample by different programs; the first two in the model's own."""
+    some = np.where(np.arange(max_seqs) == 0, 1, ALL_TOKENS)
+    return [(0, ALL_TOKENS, 1.0), (1, ALL_TOKENS, 1.0), (1, 1, 1.0), (1, ALL_TOKENS, 0.5), (1, some, 1.0)]
 
 
 def _checked(compiler_options: Mapping[str, object]) -> tuple[tuple[str, object], ...]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 
 import jax
 
@@ -28,12 +29,16 @@ class Memory:
 
 
 def memory(
-    config: LlamaConfig, *, num_pages: int, max_seq_len: int, page_size: int = 16, max_seqs: int = 64,
-    max_tokens_per_step: int = 512, weights: str | None = None, kv_cache_dtype: str | None = None,
+    config: LlamaConfig, params: Mapping | None = None, *, num_pages: int, max_seq_len: int, page_size: int = 16,
+    max_seqs: int = 64, max_tokens_per_step: int = 512, weights: str | None = None, kv_cache_dtype: str | None = None,
 ) -> Memory:  # fmt: skip
     """The memory of an `Engine` with these arguments, of which nothing is allocated.
 
     Parameters that are joined in the engine are in memory twice as long as the caller keeps those of `load`.
+
+    Args:
+      params: those of `load`, whose packed ones are counted as they are; or shapes of parameters, such as
+        `jax.eval_shape(functools.partial(init, config, packing="mxfp4"))`. None for floats of the config's dtype.
 
     Raises:
       ValueError: a size is out of range.
@@ -42,7 +47,8 @@ def memory(
         PageAllocator(num_pages, page_size), max_seqs=max_seqs, max_tokens_per_step=max_tokens_per_step,
         window=config.window,
     )  # fmt: skip
-    params = {name: jax.ShapeDtypeStruct(shape, config.dtype) for name, shape in config.shapes.items()}
+    if params is None:
+        params = {name: jax.ShapeDtypeStruct(shape, config.dtype) for name, shape in config.shapes.items()}
     nbytes = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
     shapes_of = lambda fn, *args: nbytes(jax.eval_shape(fn, *args))
     each = scheduler.pages_of(max_seq_len)

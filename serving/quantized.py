@@ -1,8 +1,4 @@
-"""Packed weights of a checkpoint, as floats.
-
-`widened` is the one place where packed weights become arrays of floats. An e2m1 times a power of two is a bfloat16, so
-MXFP4 is widened exactly; a difference of 4-bit integers times a float16 is exact in float32, and rounded once to a
-dtype of 16 bits.
+"""Weights of 4 bits: those of checkpoints, in the words that kernels read.
 
     quant_method   packed weight of (outputs N, inputs K)
     mxfp4          _blocks (E, N, K / 32, 16) bytes, two e2m1 each; _scales (E, N, K / 32), exponents of two, + 127
@@ -11,16 +7,25 @@ dtype of 16 bits.
 
 A weight of gptq and awq is scale * (q - zero); q and zero have 4 bits, eight of them in an int32. There are G groups of
 inputs, and g_idx says which one an input is in. gptq stores zero - 1, unless its checkpoint_format is gptq_v2.
+
+`packed` is the one place where these are packed anew, each as a `Packed`. Its values are exact, and scales keep the
+dtype that they have. Widened to floats are matrices that no kernel takes: with groups out of order, as desc_act leaves
+them, or of a size that GROUPS lacks and 128 does not divide; and embeddings, of which rows are taken.
 """
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cookbook.gemm.dense.pack import AWQ_ORDER, E2M1_MAGNITUDES, NIBBLES, nibbles
+import cookbook
+from cookbook.gemm.dense.four_bits import E2M1_BIAS
+from cookbook.gemm.dense.matmul_int4_weights import GROUPS
+from cookbook.gemm.dense.pack import AWQ_ORDER, NIBBLES, nibbles, num_words
+from cookbook.gemm.experts import packed as of_experts
 
 # Keys of a `quantization_config` that change no weight: how these were found, which kernels others run.
 IGNORED = set(
@@ -49,6 +54,7 @@ class Packing:
     method: str
     group_size: int | None = None  # Inputs that share a scale; -1 for all.
     zero_offset: int = 0  # Added to a stored zero.
+    symmetric: bool = False  # All zeros are said to be 8.
 
     @classmethod
     def of(cls, raw: dict) -> "Packing | None":
@@ -92,12 +98,76 @@ class Packing:
                 f"config.json: quantization_config.checkpoint_format = {form!r} is not supported; must be 'gptq' or "
                 "'gptq_v2'"
             )
-        return cls(method, group_size, int(method == "gptq" and form == "gptq"))
+        return cls(method, group_size, int(method == "gptq" and form == "gptq"), given.get("sym") is True)
 
 
-def widened(packing: Packing, tensors: dict, dtype) -> dict:
-    """The tensors with packed weights replaced by floats of `dtype`, under the names that these have elsewhere. Takes
-    what it replaces out of `tensors`, so that not all are in memory twice.
+class Packed(NamedTuple):
+    """A weight of 4 bits, as `cookbook.matmul_int4_weights` takes it; and one of experts, as `cookbook.moe` does."""
+
+    words: jax.Array  # (outputs, 8 ceil(inputs / 64)) uint32, of experts (experts, ...).
+    scales: jax.Array  # (groups of inputs, outputs) floats; of MXFP4 uint16, two scales each.
+    zeros: jax.Array | None = None  # As scales, integers; None: 8, and with MXFP4.
+
+    def is_of(self, shape: tuple[int, ...]) -> bool:
+        """Whether it stands for floats of this shape: (outputs, inputs), or (experts, inputs, outputs)."""
+        if len(shape) not in (2, 3):
+            return False
+        *lead, outputs, inputs = shape if len(shape) == 2 else (shape[0], shape[2], shape[1])
+        sizes = (64,) if self.scales.dtype == jnp.uint16 else GROUPS
+        return (
+            self.words.shape == (*lead, outputs, num_words(inputs))
+            and self.scales.shape in [(*lead, -(-inputs // size), outputs) for size in sizes]
+            and (self.zeros is None or self.zeros.shape == self.scales.shape)
+        )
+
+    def floats(self, inputs: int, dtype) -> jax.Array:
+        """(outputs, inputs), or of experts (experts, inputs, outputs)."""
+        parts = tuple(x for x in self if x is not None)
+        if self.words.ndim == 3:
+            return of_experts.floats(parts, inputs, jnp.float32).astype(dtype)
+        return of_experts.floats(tuple(x[None] for x in parts), inputs, jnp.float32)[0].T.astype(dtype)
+
+
+def alike(weights: list, inputs: int, dtype) -> list:
+    """Weights that are to become one: all of them packed in the same way, or else all floats."""
+    form = lambda x: (x.scales.dtype, x.scales.shape[-2], x.zeros is None) if isinstance(x, Packed) else None
+    if len({form(x) for x in weights}) == 1:
+        return weights
+    return [x.floats(inputs, dtype) if isinstance(x, Packed) else x for x in weights]
+
+
+def joined(weights: list, inputs: int, dtype):
+    """Matrices of these inputs, one below the other."""
+    first, *_ = weights = alike(weights, inputs, dtype)
+    if not isinstance(first, Packed):
+        return jnp.concatenate(weights)
+    words, *rest = zip(*weights, strict=True)
+    return Packed(jnp.concatenate(words), *(None if x[0] is None else jnp.concatenate(x, axis=1) for x in rest))
+
+
+def stacked(weights: list, inputs: int, dtype):
+    """Experts' weights, of the matrix of each."""
+    first, *_ = weights = alike(weights, inputs, dtype)
+    if isinstance(first, Packed):
+        return jax.tree.map(lambda *x: jnp.stack(x), *weights)
+    return jnp.stack([x.T for x in weights])
+
+
+def random(key, shape: tuple[int, ...], dtype, kind: str) -> Packed:
+    """Random weights in place of floats of this shape, "mxfp4" or "int4", that keep the variance of what they multiply.
+    Integers have no zeros, and groups of 128."""
+    *lead, outputs, inputs = shape if len(shape) == 2 else (shape[0], shape[2], shape[1])
+    words = jax.random.bits(key, (*lead, outputs, num_words(inputs)), jnp.uint32)
+    if kind == "int4":
+        scale = (inputs * 21.5) ** -0.5  # 21.5 is the mean square of integers from -8 to 7.
+        return Packed(words, jnp.full((*lead, -(-inputs // GROUPS[-1]), outputs), scale, dtype))
+    exponent = E2M1_BIAS + round(np.log2((inputs * 8.56) ** -0.5))  # 8.56 is that of e2m1 values.
+    return Packed(words, jnp.full((*lead, -(-inputs // 64), outputs), exponent * 257, jnp.uint16))
+
+
+def packed(packing: Packing, tensors: dict, dtype) -> dict:
+    """The tensors with packed weights as `Packed`, under the names that floats have elsewhere, and floats of `dtype`.
+    Takes what it replaces out of `tensors`, so that not all are in memory twice.
 
     Raises:
       ValueError: a tensor of a packed weight is missing, or of another shape or dtype.
@@ -110,7 +180,7 @@ def widened(packing: Packing, tensors: dict, dtype) -> dict:
             experts, outputs, groups, _ = (*parts["_blocks"].shape, 0, 0, 0, 0)[:4]
             of = (experts, outputs, groups)
             _require(whole, parts, {"_blocks": ((*of, 16), jnp.uint8), "_scales": (of, jnp.uint8)})
-            found[whole] = of_mxfp4(*parts.values(), dtype=dtype)
+            found[whole] = Packed(*jax.jit(cookbook.pack_mxfp4)(*parts.values()))
         elif packing.method != "mxfp4" and name.endswith(".qweight"):
             prefix = name.removesuffix("qweight")
             found[f"{prefix}weight"] = _of_integers(packing, tensors, prefix, dtype)
@@ -138,6 +208,14 @@ def _of_integers(packing: Packing, tensors: dict, prefix: str, dtype):
     groups = np.arange(inputs) // max(size, 1) if groups is None else np.asarray(groups)
     if groups.shape != (inputs,) or not ((groups >= 0) & (groups < count)).all():
         raise ValueError(f"load: {prefix}g_idx is {groups.shape}; must be ({inputs},), groups from 0 to {count - 1}")
+    in_order, repeats = (groups == np.arange(inputs) // size).all(), max(1, size // GROUPS[-1])
+    if in_order and inputs % size == 0 and size // repeats in GROUPS and not prefix.endswith("embed_tokens."):
+        pack = cookbook.pack_int4_awq
+        if is_gptq:
+            pack = functools.partial(cookbook.pack_int4_gptq, zeros_less_one=bool(packing.zero_offset))
+        words, *of_groups = jax.jit(pack)(*parts.values())
+        scales, zeros = (x if repeats == 1 else jnp.repeat(x, repeats, axis=0) for x in of_groups)
+        return Packed(words, scales, None if packing.symmetric and bool((zeros == 8).all()) else zeros)
     if is_gptq:
         return of_gptq(*parts.values(), jnp.asarray(groups), packing.zero_offset, dtype=dtype)
     return of_awq(*parts.values(), jnp.asarray(groups), dtype=dtype)
@@ -157,16 +235,6 @@ def _require(prefix: str, parts: dict, wanted: dict) -> None:
                 f"load: {prefix}{end} is {parts[end].shape}, {parts[end].dtype}; must be {shape}, {jnp.dtype(dtype)}, "
                 "to go with the other parts of this packed weight and quantization_config"
             )
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def of_mxfp4(blocks, scales, *, dtype):
-    """(E, K, N) weights of (E, N, K / 32, 16) bytes, the first of two values in the lower bits, and (E, N, K / 32)
-    exponents, of which 127 stands for 1."""
-    codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:3], 32)
-    table = jnp.array([*E2M1_MAGNITUDES, *(-x for x in E2M1_MAGNITUDES)], jnp.float32)
-    values = jnp.ldexp(table[codes], scales.astype(jnp.int32)[..., None] - 127)
-    return values.reshape(*blocks.shape[:2], -1).astype(dtype).mT
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

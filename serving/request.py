@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from cookbook import _host
+from cookbook.select.top_k import K_MAX
 
 _NAME = "serving.Request"  # In messages.
 MAX_LOGPROBS = 20  # Tokens whose log probabilities can be asked for, besides that of the chosen one.
@@ -27,8 +28,10 @@ class Request:
       seed: of the draws, from 0 to 2**32 - 1: with the same one, the same prompt has the same tokens, whatever else is
         served. None draws one, which `seed` has afterwards.
       stop_tokens: the request ends with the first of these that is generated.
-      top_k: tokens are drawn from the `top_k` most probable ones, and those equal to the last of them; None: from all.
-      top_p: after that, from the fewest most probable tokens that have this share of the probability together.
+      top_k: tokens are drawn from the `top_k` most probable ones, of equal ones from the first; at most 2048. None:
+        from all.
+      top_p: after that, from the fewest most probable tokens that have this share of the probability together, and
+        those equal to the last of them.
       min_p: after that, from those that have at least `min_p` times the probability of the most probable one.
       logprobs: None; or how many of the most probable tokens have their log probabilities recorded, beside the token
         that was chosen. They are those of the model: no temperature, nothing cut off.
@@ -200,7 +203,7 @@ def logprobs_of_row(found, row: int, count: int) -> Logprobs:
 _NUMBERS = {
     "max_new_tokens": (int, 1, math.inf, "ask for one token at least"),
     "seed": (int, 0, 2**32 - 1, "leave it out to have one drawn"),
-    "top_k": (int, 1, 2**31 - 1, "leave it out to draw from all tokens"),
+    "top_k": (int, 1, K_MAX, "leave it out to draw from all tokens"),
     "logprobs": (int, 0, MAX_LOGPROBS, "ask for fewer, or leave it out for none"),
     "temperature": (float, 1e-6, 1e6, "0 takes the most probable token"),
     "top_p": (float, 1e-6, 1.0, "1 keeps all tokens"),

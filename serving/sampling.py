@@ -1,4 +1,4 @@
-"""Sampling that does not depend on who is in the batch."""
+"""Sampling that does not depend on who is in the batch: `cookbook.sample`, and the same as XLA's operations."""
 
 import functools
 from typing import NamedTuple
@@ -6,8 +6,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+import cookbook
+from cookbook.select import noise
+from cookbook.select.sample import sample_reference
+from cookbook.select.top_k import K_MAX
 from serving.defaults import under_defaults
 from serving.request import MAX_LOGPROBS
+
+KEEP_ALL = 2.0  # A share of the probability that the sum of no rounding reaches.
 
 
 class Options(NamedTuple):
@@ -16,7 +22,7 @@ class Options(NamedTuple):
     temperatures: jax.Array  # float32, at least 0.
     seeds: jax.Array  # uint32.
     positions: jax.Array  # int32: of the sampled token in its sequence, from 0 on, prompt included.
-    top_ks: jax.Array  # int32, at least 1.
+    top_ks: jax.Array  # int32, at least 1; above K_MAX for all tokens.
     top_ps: jax.Array  # float32, above 0 and at most 1.
     min_ps: jax.Array  # float32, from 0 to 1.
 
@@ -25,7 +31,7 @@ class Sampled(NamedTuple):
     """The result of a step, for each of R sequences."""
 
     tokens: jax.Array  # (R,) int32; -1 where the logits are not finite.
-    scores: jax.Array | None  # (R, V) float32, of which each token has the largest.
+    scores: jax.Array | None  # (R, V) float32, of which each token that is drawn from all has the largest.
     logprobs: tuple | None  # (R,) of the tokens; (R, n) of the most probable tokens, and (R, n) which these are.
 
 
@@ -33,9 +39,9 @@ class Sampled(NamedTuple):
 def scores(logits, temperatures, seeds, positions):
     """Logits with noise: the token of the largest is a sample of softmax(logits / temperature).
 
-    The noise is `temperature` times Gumbel's, from a key made of the request's seed and the position of the token that
-    is sampled, and of nothing else: neither batching nor preemption changes a request's tokens. A temperature of 0
-    leaves the logits as they are: greedy.
+    The noise is `temperature` times Gumbel's, that of `cookbook.sample`: made of the request's seed, the position of
+    the token that is sampled and the token, and of nothing else, so neither batching nor preemption changes a request's
+    tokens. A temperature of 0 leaves the logits as they are: greedy.
 
     Args:
       logits: (R, V) float32.
@@ -46,67 +52,68 @@ def scores(logits, temperatures, seeds, positions):
     Returns:
       (R, V) float32.
     """
-    noise = lambda seed, position: jax.random.gumbel(
-        jax.random.fold_in(jax.random.key(seed), position), logits.shape[1:], jnp.float32
-    )  # fmt: skip
-    return logits + temperatures[:, None] * jax.vmap(noise)(seeds, positions)
+    seeds, positions = (jnp.asarray(x).astype(jnp.int32)[:, None] for x in (seeds, positions))
+    columns = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
+    return logits + temperatures[:, None] * noise.gumbel(noise.row_key(seeds, positions), columns)
 
 
-def keep_probable(logits, temperatures, top_ks, top_ps, min_ps):
-    """`logits`, with -inf for tokens that `top_k`, `top_p` and `min_p` cut off, in this order (see `Request`).
-
-    No sort: a token stays if its logit is at least a threshold, which is found bit by bit. Equal tokens stay together.
-    A row with a temperature of 0 stays as it is, for its largest logit is not cut off anyway.
-    """
-    x = logits / jnp.where(temperatures > 0, temperatures, 1.0)[:, None]
-    kept = x >= _least(x, jnp.ones_like(x), jnp.minimum(top_ks, x.shape[1]).astype(jnp.float32))
-    p = jax.nn.softmax(jnp.where(kept, x, -jnp.inf), axis=-1)
-    # A share of 1 keeps all: rounding is not to cut the last token off.
-    least = jnp.where((top_ps < 1)[:, None], _least(p, p, top_ps), 0.0)
-    kept &= (p >= least) & (p >= min_ps[:, None] * p.max(axis=-1, keepdims=True))
-    return jnp.where(kept | (temperatures == 0)[:, None], logits, -jnp.inf)
-
-
-def _least(x, weights, wanted):
-    """The largest value v of each row for which the `weights` of all values from v on are at least `wanted`; (R, 1).
-
-    -inf or 0, the least there is, if there is no such value.
-    """
-    # Floats as integers of the same order: the sign bit turned for positive ones, all bits for negative ones.
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-    def add_bit(i, least):
-        more = least | jnp.uint32(1 << 31) >> jnp.uint32(i)
-        enough = jnp.sum(jnp.where(order >= more[:, None], weights, 0.0), axis=-1) >= wanted
-        return jnp.where(enough, more, least)
-
-    least = jax.lax.fori_loop(0, 32, add_bit, jnp.zeros(len(x), jnp.uint32))
-    return jnp.min(jnp.where(order >= least[:, None], x, jnp.inf), axis=-1, keepdims=True)
-
-
-@functools.partial(jax.jit, static_argnames=("draws", "cuts", "logprobs", "scored"))
+@functools.partial(jax.jit, static_argnames=("backend", "draws", "cuts", "logprobs", "scored"))
 @under_defaults
-def sample(logits, options: Options, *, draws: bool, cuts: bool, logprobs: bool, scored: bool = False) -> Sampled:
+def sample(
+    logits, options: Options, *, backend: str = "xla", draws: bool, cuts: str, logprobs: bool, scored: bool = False
+) -> Sampled:
     """The next token of each sequence, by its logits.
 
     Args:
       logits: (R, V) float32.
+      backend: "cookbook" for `cookbook.sample`, "xla" for XLA's operations, which sort rows where `cuts` is not "".
       draws: whether there is a temperature above 0; without one no noise is drawn.
-      cuts: whether there is a `top_k`, `top_p` or `min_p` that cuts tokens off.
+      cuts: "" if all rows that draw do so from all tokens; "top_k" if all of them have a `top_k`; "share" if none has,
+        but some a `top_p` or `min_p`; "both" if some have a `top_k` and some have not.
       logprobs: whether log probabilities are wanted.
       scored: whether the scores are wanted, which are as large as the logits.
     """
-    noisy = logits
-    if cuts:
-        noisy = keep_probable(noisy, options.temperatures, options.top_ks, options.top_ps, options.min_ps)
-    if draws:
-        noisy = scores(noisy, options.temperatures, options.seeds, options.positions)
-    best = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
-    of_best = lambda x: jnp.take_along_axis(x, best[:, None], axis=1)[:, 0]
-    found = None
-    if logprobs:
-        every = jax.nn.log_softmax(logits)
-        found = of_best(every), *jax.lax.top_k(every, min(MAX_LOGPROBS, logits.shape[1]))
+    draw = _by_kernels if backend == "cookbook" and (draws or logprobs) else _by_xla
+    tokens, found = draw(logits, options, draws, cuts, logprobs)
+    noisy = scores(logits, *options[:3]) if scored and draws else logits
     is_finite = jnp.isfinite(jnp.max(logits, axis=-1))  # A NaN is the largest.
-    return Sampled(jnp.where(is_finite, best, -1), noisy if scored else None, found)
+    return Sampled(jnp.where(is_finite, tokens, -1), noisy if scored else None, found)
+
+
+def _shares(options: Options) -> dict:
+    return dict(top_p=jnp.where(options.top_ps < 1, options.top_ps, KEEP_ALL), min_p=options.min_ps)
+
+
+def _by_kernels(logits, options: Options, draws: bool, cuts: str, logprobs: bool):
+    temperatures, seeds, positions, top_ks, *_ = options
+    of_all = functools.partial(
+        cookbook.sample, logits, seeds, positions, temperature=temperatures,
+        num_logprobs=min(MAX_LOGPROBS, logits.shape[1]) if logprobs else None,
+    )  # fmt: skip
+    if cuts != "top_k":
+        found = of_all(**(_shares(options) if cuts else {}))
+    if cuts in ("top_k", "both"):
+        of_few = of_all(top_k=jnp.minimum(top_ks, K_MAX), **_shares(options))
+        if cuts == "both":
+            has = (top_ks <= K_MAX)[:, None]
+            choose = lambda x, y: jnp.where(has if x.ndim == 2 else has[:, 0], x, y)
+            found = jax.tree.map(choose, of_few, found)
+        else:
+            found = of_few
+    return found if logprobs else (found, None)
+
+
+def _by_xla(logits, options: Options, draws: bool, cuts: str, logprobs: bool):
+    temperatures, seeds, positions, top_ks, *_ = options
+    if cuts:
+        seeds = jnp.asarray(seeds).astype(jnp.int32)
+        how = dict(temperature=temperatures, top_k=top_ks, **_shares(options))
+        tokens = sample_reference(logits, seeds, positions, **how).astype(jnp.int32)
+    else:
+        noisy = scores(logits, temperatures, seeds, positions) if draws else logits
+        tokens = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+    if not logprobs:
+        return tokens, None
+    every = jax.nn.log_softmax(logits)
+    of_tokens = jnp.take_along_axis(every, tokens[:, None], axis=1)[:, 0]
+    return tokens, (of_tokens, *jax.lax.top_k(every, min(MAX_LOGPROBS, logits.shape[1])))

@@ -179,17 +179,26 @@ def step(
     """
     packed, form = joined(batch)
     draws = batch.temperatures > 0
-    cuts = draws & ((batch.top_ks < ALL_TOKENS) | (batch.top_ps < 1) | (batch.min_ps > 0))
-    how = dict(draws=bool(draws.any()), cuts=bool(cuts.any()), logprobs=logprobs, scored=scored)
+    how = dict(draws=bool(draws.any()), cuts=_cuts_of(batch, draws), logprobs=logprobs, scored=scored)
     samples = decode and not (how["cuts"] or logprobs or scored)
     result, tail, pages = _program(compiler_options, model_step)(
         config, weights, pages, packed, previous, **form, backend=backend, decode=decode,
         draws=how["draws"] if samples else None,
     )  # fmt: skip
-    sampled = result if samples else _sample(result, tail, layout=form["layout"][-OF_SEQUENCES:], **how)
+    sampled = result if samples else _sample(
+        result, tail, layout=form["layout"][-OF_SEQUENCES:], backend=backend, **how
+    )  # fmt: skip
     for array in jax.tree.leaves((sampled.tokens, sampled.logprobs)):
         array.copy_to_host_async()  # The copy begins when the step ends, and not when somebody waits for it.
     return sampled, pages
+
+
+def _cuts_of(batch: Batch, draws: np.ndarray) -> str:
+    """How tokens are cut off where rows draw, as `sample` takes it."""
+    has_top_k = draws & (batch.top_ks < ALL_TOKENS)
+    if has_top_k.any():
+        return "top_k" if (has_top_k == draws).all() else "both"
+    return "share" if (draws & ((batch.top_ps < 1) | (batch.min_ps > 0))).any() else ""
 
 
 def decode_steps(
@@ -290,7 +299,7 @@ def model_step(
     tail = packed[starts_of(layout)[-1 - OF_SEQUENCES] :]
     if draws is None:
         return logits, tail, pages
-    how = dict(draws=draws, cuts=False, logprobs=False)
+    how = dict(backend=backend, draws=draws, cuts="", logprobs=False)
     return _sample(logits, tail, layout=layout[-OF_SEQUENCES:], **how), None, pages
 
 
@@ -323,7 +332,7 @@ def decode_program(
             batch = dataclasses.replace(batch, window_slot_mapping=slots_of(page_in(first.window_tables)))
         logits, pages = forward(config, weights, pages, batch, backend=backend, decode=True)
         options = Options(batch.temperatures, batch.seeds, batch.kv_lens, batch.top_ks, batch.top_ps, batch.min_ps)
-        tokens = sample(logits, options, draws=draws, cuts=False, logprobs=False).tokens
+        tokens = sample(logits, options, backend=backend, draws=draws, cuts="", logprobs=False).tokens
         return pages, tokens, jnp.where(jnp.arange(count)[:, None] == step, tokens, found)
 
     start = pages, _known(first.tokens, previous), jnp.zeros((count, len(first.kv_lens)), jnp.int32)
@@ -337,7 +346,7 @@ def _known(tokens, previous):
     return jnp.where(tokens < 0, previous[jnp.maximum(-1 - tokens, 0)], tokens)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "draws", "cuts", "logprobs", "scored"))
+@functools.partial(jax.jit, static_argnames=("layout", "backend", "draws", "cuts", "logprobs", "scored"))
 @under_defaults
 def _sample(logits, tail, *, layout, **how) -> Sampled:
     kv_lens, _, temperatures, seeds, *cuts = _parts(tail, layout)

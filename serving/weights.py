@@ -1,4 +1,4 @@
-"""A model's parameters as its steps multiply by them: joined, and in 8 bits if wanted.
+"""A model's parameters as its steps multiply by them: joined, and in 8 bits if wanted. Packed ones stay packed.
 
     name in a layer               is made of
     self_attn.qkv_proj            q_proj, k_proj and v_proj, one below the other: one product in place of three
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from serving.config import LlamaConfig
+from serving.quantized import Packed, joined
 
 JOINED = {"self_attn.qkv_proj": [f"self_attn.{name}_proj" for name in "qkv"],
           "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"]}  # fmt: skip
@@ -34,7 +35,7 @@ def prepared(config: LlamaConfig, params: dict[str, jax.Array], kind: str | None
       kind: None for weights as they are; "int8" for all matrices in 8 bits, each output channel with a scale.
 
     Raises:
-      ValueError: there is no such kind, or the model has experts, which are not quantised.
+      ValueError: there is no such kind, or the model has experts, which are not quantised, or packed weights.
     """
     if kind not in (None, "int8"):
         raise ValueError(f'weights = {kind!r}; must be None or "int8"')
@@ -42,14 +43,16 @@ def prepared(config: LlamaConfig, params: dict[str, jax.Array], kind: str | None
         raise ValueError(
             f"weights = {kind!r} with {config.num_experts} experts; must be None: experts are not quantised"
         )
+    if kind and any(isinstance(value, Packed) for value in params.values()):
+        raise ValueError(f"weights = {kind!r} with packed parameters; must be None: they have 4 bits already")
     weights = dict(params)
     for i in range(config.num_hidden_layers):
-        for joined, parts in JOINED.items():
+        for name_of_all, parts in JOINED.items():
             for kind_of in ("weight", "bias"):
                 names = [f"model.layers.{i}.{name}.{kind_of}" for name in parts]
                 if names[0] in weights:
-                    whole = jnp.concatenate([weights.pop(name) for name in names])
-                    weights[f"model.layers.{i}.{joined}.{kind_of}"] = whole
+                    whole = joined([weights.pop(name) for name in names], config.hidden_size, config.dtype)
+                    weights[f"model.layers.{i}.{name_of_all}.{kind_of}"] = whole
     return {name: quantised(value) if kind and value.ndim == 2 else value for name, value in weights.items()}
 
 

@@ -18,7 +18,6 @@ from .dense import pack_int4_gptq as pack_int4_gptq
 from .dense import pack_mxfp4 as pack_mxfp4
 from .dense import unpack_int4 as unpack_int4
 from .experts import moe as moe
-from .experts import moe_mxfp4_weights as moe_mxfp4_weights
 from .gated import glu as glu
 from .grouped import ragged_dot as ragged_dot
 from .grouped import ragged_dot_fp8 as ragged_dot_fp8

@@ -6,6 +6,7 @@ whole tiles, and then zeroed; and of a result only the rows that the sequence ha
 """
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,8 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device
-from .._device import PIECE, Barrier, Index, Ref, Tiles, div
+from .._device import PIECE, Barrier, Index, Ref, Tiles, div, load, spread
 from .sequences import Part
+
+NORM_EPSILON = 1e-6  # Under the root, as in fla's l2norm.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,17 @@ def _clear(rows: Ref, end: Index, interpreted: bool):
     def _(eight):  # Swizzling moves nothing out of its row of 128 bytes.
         row = 8 * eight + div(plgpu.broadcasted_iota(jnp.int32, rows.shape[1:], 0), rows.shape[1] // 8)
         rows[eight] = jnp.where(row < end, rows[eight], jnp.zeros((), rows.dtype))
+
+
+def normalize(rows_smem: Ref, pieces: int):
+    """Divides rows, in pieces (64, 64), by their norms; what multiplied each of them."""
+    rows = [load(rows_smem.at[p]).astype(jnp.float32) for p in range(pieces)]
+    squares = functools.reduce(jnp.add, [(x * x).sum(axis=1) for x in rows])
+    inverse = lax.rsqrt(squares + NORM_EPSILON)
+    for p, x in enumerate(rows):
+        rows_smem[p] = (x * spread(inverse, 0)).astype(rows_smem.dtype)
+    plgpu.commit_smem()
+    return inverse
 
 
 def load_chunks(part: Part, ring: _device.Ring, landed: Barrier, operands, others, copies: int, reverse: bool = False):

@@ -21,7 +21,7 @@ int4, mxfp4 = (inspect.getmodule(op) for op in (cookbook.matmul_int4_weights, co
 ragged_int4, ragged_mxfp4 = map(
     inspect.getmodule, (cookbook.ragged_dot_int4_weights, cookbook.ragged_dot_mxfp4_weights)
 )
-module_of_experts = inspect.getmodule(cookbook.moe_mxfp4_weights)
+module_of_experts = inspect.getmodule(cookbook.moe)
 matmul_int4_weights, matmul_mxfp4_weights, Config = int4.matmul_int4_weights, mxfp4.matmul_mxfp4_weights, int4.Config
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -331,11 +331,10 @@ def test_experts_of_gpt_oss(count):
     """All experts, and the last two alone, whose biases are theirs; both clamps are met."""
     rng, hidden, inner = np.random.default_rng(5), 96, 40
     blocks, scales = checkpoint(rng, 2 * inner, hidden, lead=(3,))
-    down = cookbook.pack_mxfp4(*checkpoint(rng, hidden, 64, lead=(3,)))
-    weights = *cookbook.pack_mxfp4(blocks, scales + 4), down[0], down[1]
+    weights = cookbook.pack_mxfp4(blocks, scales + 4), cookbook.pack_mxfp4(*checkpoint(rng, hidden, 64, lead=(3,)))
     x, logits = array(rng.normal(size=(10, hidden)), BF16), array(rng.normal(size=(10, 3)), F32)
     biases = array(rng.normal(size=(3, 2 * inner)), F32), array(rng.normal(size=(3, hidden)), F32)
-    mine = lambda arrays: [y[3 - count :] for y in arrays]
+    mine = lambda arrays: jax.tree.map(lambda y: y[3 - count :], arrays)
 
     def of(op):
         def fn(x, logits, weights, biases):
@@ -345,8 +344,59 @@ def test_experts_of_gpt_oss(count):
 
         return fn
 
-    fn, reference = of(cookbook.moe_mxfp4_weights), of(module_of_experts.moe_mxfp4_weights_reference)
+    fn, reference = of(cookbook.moe), of(module_of_experts.moe_reference)
     lab.check(fn, reference, x, logits, weights, biases, gpu=None, tolerance=6e-3)  # Rounded between the products.
+
+
+def test_experts_with_more_tokens_than_the_mean_have_one_tile():
+    """gpt-oss's 64 tokens are 8 rows per expert; tiles of 8 rows would convert half of the experts' weights twice."""
+    config = ragged_mxfp4.default_config(256, 5760, 2880, 32)
+    assert (config.tile_n, config.tile_k) == (16, 128)
+
+
+def packed_integers(k, n, size=32):
+    """Integers of two experts, with zero points; and the float64 (2, K, N) that NumPy makes of them."""
+    rng = np.random.default_rng(k)
+    q = rng.integers(-8, 8, size=(2, k, n))
+    scales, zeros = (jnp.stack(x) for x in zip(*(groups(rng, k, n, size, F16, jnp.uint8) for _ in q), strict=True))
+    of_rows = lambda x: np.repeat(np.float64(x), size, axis=1)[:, :k]
+    wide = (q + 8 - of_rows(zeros)) * of_rows(scales)
+    return (cookbook.pack_int4(array(q, jnp.int8)), scales, zeros), array(wide, F32)
+
+
+def test_experts_of_integers():
+    """The size of groups follows from the shapes."""
+    (gate_up, wide), (down, wide_down), rng = packed_integers(64, 32), packed_integers(16, 64), np.random.default_rng(6)
+    x, logits = array(rng.normal(size=(7, 64)), BF16), array(rng.normal(size=(7, 2)), F32)
+    fn = lambda x, logits, *packed: cookbook.moe(x, logits, *packed[:2], top_k=1, renormalize=False)
+    reference = lambda x, logits, *packed: module_of_experts.moe_reference(x, logits, *packed[2:], 1, False)
+    lab.check(fn, reference, x, logits, gate_up, down, wide, wide_down, gpu=None, tolerance=6e-3)
+
+
+PAIR = ones(2, 16, 8, dtype=jnp.uint32), ones(2, 1, 16, dtype=jnp.uint16)  # MXFP4.
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(w_down=ones(2, 8, 16)), "w_gate_up and w_down must both be arrays, or both be packed"),
+        (dict(w_down=PAIR[:1]), r"w_down has 1 parts; must be an array, or \(w, scales\) or"),
+        (dict(x=ones(4, 16, dtype=F16)), "x.dtype=.*float16.*; must be bfloat16 beside these weights"),
+        (dict(w_down=(PAIR[0][:, :8], PAIR[1])), r"w_down\[0\].shape=\(2, 8, 8\); must be .* and \(E, 16, words\)"),
+        (dict(w_gate_up=(PAIR[0][..., :4], PAIR[1])), "must end with 8, 8 per 64 of K"),
+        (dict(w_gate_up=(PAIR[0], PAIR[1].astype(F32).repeat(2, 1))), "one for each group"),
+    ],
+)
+def test_errors_of_packed_experts_name_the_rule(change, message):
+    args = dict(x=ones(4, 16), router_logits=ones(4, 2, dtype=F32), w_gate_up=PAIR, w_down=PAIR) | change
+    with pytest.raises(ValueError, match=message):
+        lab.run(lambda: cookbook.moe(**args, top_k=1))
+
+
+def test_packed_experts_have_no_gradient():
+    logits = ones(4, 2, dtype=F32)
+    with pytest.raises(ValueError, match="cookbook.moe has no gradient: differentiate cookbook.moe of widened weights"):
+        lab.run(jax.grad(lambda x: cookbook.moe(x, logits, PAIR, PAIR, top_k=1).sum().astype(F32)), ones(4, 16))
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,6 @@ CALLS = {
     "blackwell.ragged_dot": dict(lhs=ones(8, 16), rhs=ones(2, 16, 16), group_sizes=SIZES),
     "blackwell.matmul_mxfp8": dict(a=ones(8, 32, dtype=FP8), a_scales=ones(8, 1, dtype=jnp.float8_e8m0fnu),
                                    b=ones(16, 32, dtype=FP8), b_scales=ones(16, 1, dtype=jnp.float8_e8m0fnu)),
-    "moe_mxfp4_weights": dict(
-        x=ones(4, 16), router_logits=ones(4, 2, dtype=F32), w_gate_up=ones(2, 16, 8, dtype=jnp.uint32),
-        gate_up_scales=ones(2, 1, 16, dtype=jnp.uint16), w_down=ones(2, 16, 8, dtype=jnp.uint32),
-        down_scales=ones(2, 1, 16, dtype=jnp.uint16), top_k=1, b_gate_up=ones(2, 16), b_down=ones(2, 16)),
     "moe": dict(x=ones(4, 16), router_logits=ones(4, 2, dtype=F32), w_gate_up=ones(2, 16, 16), w_down=ones(2, 8, 16),
                 top_k=1),
 }  # fmt: skip

@@ -12,17 +12,18 @@ CHUNK = 64
 
 
 def problem(batch=1, length=100, key_heads=1, heads=1, key_dim=64, value_dim=64, *, lens=None, decay=0.05, beta=None,
-            dtype=jnp.bfloat16, seed=0, padding=0, correlated=0.0):  # fmt: skip
+            dtype=jnp.bfloat16, seed=0, padding=0, correlated=0.0, unit=True):  # fmt: skip
     """(q, k, v, g, beta, initial_state, cu_seqlens); NaN after the last of the packed sequences with these `lens`.
 
     The tokens' decays are random, `decay` on average; `correlated` is the part of a key that all keys share.
+    Without `unit` keys and queries have any norm.
     """
     rng = np.random.default_rng(seed)
     length = length if lens is None else sum(lens) + padding
     normal = lambda heads, dim: rng.normal(size=(batch, length, heads, dim))
     q, k, v = normal(key_heads, key_dim), normal(key_heads, key_dim), normal(heads, value_dim)
     k = (1 - correlated) ** 0.5 * k + correlated**0.5 * rng.normal(size=key_dim)
-    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) if unit else x for x in (q, k))
     g = -2 * decay * rng.uniform(size=v.shape[:3])
     beta = rng.uniform(size=g.shape) if beta is None else np.full(g.shape, beta)
     state = rng.normal(size=(batch if lens is None else len(lens), heads, value_dim, key_dim))

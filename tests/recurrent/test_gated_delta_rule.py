@@ -112,17 +112,18 @@ def test_no_drift():
     assert last < 1.5 * first
 
 
-def run(*args, config=None):
+def run(*args, **how):
     q, k, v, g, beta, state, cu = args
-    how = dict(initial_state=state, cu_seqlens=cu, return_final_state=True, config=config)
+    how |= dict(initial_state=state, cu_seqlens=cu, return_final_state=True)
     return lab.run(functools.partial(gated_delta_rule, **how), q, k, v, g, beta)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [64, slow(100), slow(1)])
-def test_a_sequence_may_be_split_anywhere(at):
-    *tokens, state, cu = problem(length=150)
-    in_one = functools.partial(run, config=Config(parts=1))  # A GPU divides what is short, and adds in another order.
+@pytest.mark.parametrize("at, norm", [(64, False), (64, True), slow(100, False), slow(1, False)])
+def test_a_sequence_may_be_split_anywhere(at, norm):
+    *tokens, state, cu = problem(length=150, unit=not norm)
+    # A GPU divides what is short, and adds in another order.
+    in_one = functools.partial(run, config=Config(parts=1), use_qk_l2norm=norm)
     whole, final = in_one(*tokens, state, cu)
     first, between = in_one(*(x[:, :at] for x in tokens), state, cu)
     second, end = in_one(*(x[:, at:] for x in tokens), between, cu)
@@ -147,19 +148,6 @@ def test_sequences_are_split_where_they_do_not_fill_the_gpu(shape, parts):
     v = jax.ShapeDtypeStruct((batch, length, heads, 128), jnp.bfloat16)
     plan = module._plan(1.0, Config(), v, v, None, _host.Target("h200", 132))
     assert plan.sequences.part_rows == (parts and length // parts)
-
-
-def test_norms_of_queries_and_keys():
-    """Rows of any length, and zeros: o, and gradients through the norms."""
-    q, k, *rest, _, _ = problem(length=70, decay=0.1)
-    q, k = (7 * q).at[:, 3].set(0), (k / 9).at[:, 4].set(0)
-    normed = functools.partial(gated_delta_rule, use_qk_l2norm=True)
-    of = functools.partial(reference, use_qk_l2norm=True)
-    lab.check(normed, of, q, k, *rest, tolerance=2**-7, gpu=None)
-    grads = lambda op: jax.grad(lambda *args: (op(*args).astype(jnp.float32) ** 2).sum(), (0, 1, 2))
-    for ours, wanted in zip(lab.run(grads(normed), q, k, *rest), grads(of)(q, k, *rest), strict=True):
-        ours, wanted = np.float64(ours), np.float64(wanted)
-        assert np.linalg.norm(ours - wanted) < 2**-6 * np.linalg.norm(wanted)
 
 
 LENS = [70, 0, 1, 130]
@@ -215,7 +203,7 @@ def check_gradients(args, tolerance=2**-7, **how):
     another: an error of about 2**-8, or below 2**-7."""
     ours = gradients(gated_delta_rule, args, **how)
     clean = [jnp.nan_to_num(x) for x in args[:6]]
-    theirs = gradients(lambda *xs, **kw: reference(*xs, **kw), args, **{k: v for k, v in how.items() if k == "scale"})
+    theirs = gradients(reference, args, **{k: v for k, v in how.items() if k != "config"})
     got = lab.run(ours, *args[:6])
     with jax.enable_x64(True):
         exact = jax.jit(theirs)(*(jnp.asarray(np.asarray(x, np.float64)) for x in clean))
@@ -239,6 +227,42 @@ def check_gradients(args, tolerance=2**-7, **how):
 )
 def test_gradients(how):
     check_gradients(problem(**how))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(lens=[30, 0, 70], padding=5, heads=2, key_dim=128),
+        slow(dict(length=130, heads=3, dtype=jnp.float16)),
+        slow(dict(length=70, key_heads=2, heads=4, key_dim=128, value_dim=128)),
+    ],
+    ids=str,
+)
+def test_norms_of_queries_and_keys(how):
+    """Rows of any norm: o, the states, and gradients through the norms. In the first problem a key head has two blocks
+    of inverses."""
+    args = problem(decay=0.1, unit=False, **how)
+    got, wanted = run(*args, use_qk_l2norm=True), exactly(args, use_qk_l2norm=True)
+    for ours, exact in zip(got, wanted, strict=True):
+        assert np.linalg.norm(np.float64(ours) - exact) < 2**-7 * np.linalg.norm(exact)
+    check_gradients(args, use_qk_l2norm=True)
+
+
+@pytest.mark.slow
+def test_norms_of_zeros():
+    """Apart from other rows, since their gradients are 1000 times as large."""
+    q, k, *rest = problem(length=70, decay=0.1, unit=False)
+    args = q.at[:, 3].set(0), k.at[:, 4].set(0), *rest
+    assert (run(*args, use_qk_l2norm=True)[0][:, 3] == 0).all()
+    check_gradients(args, use_qk_l2norm=True)
+
+
+def exactly(args, **how):
+    """(o, final states) in float64."""
+    with jax.enable_x64(True):
+        tokens = [jnp.asarray(np.nan_to_num(np.float64(x))) for x in args[:6]]
+        call = functools.partial(reference, cu_seqlens=args[6], return_final_state=True, **how)
+        return [np.asarray(x) for x in jax.jit(lambda *xs: call(*xs[:5], initial_state=xs[5]))(*tokens)]
 
 
 STRONG = -30.0, -100.0, -1e3, -1e6, -1e9, -np.inf
@@ -309,13 +333,14 @@ def test_what_the_compiler_makes_of_it(key_dim, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key_dim", [128, slow(64)])
-def test_what_the_compiler_makes_of_the_gradients(key_dim):
+@pytest.mark.parametrize("key_dim, norm", [(128, False), (128, True), slow(64, False), slow(64, True)])
+def test_what_the_compiler_makes_of_the_gradients(key_dim, norm):
     """A problem with more tiles than SMs, of which the last chunks are cut."""
     aval = lambda heads, *dim, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((2, 4001, heads, *dim), dtype)
     args = aval(4, key_dim), aval(4, key_dim), aval(8, 128), *[aval(8, dtype=jnp.float32)] * 2
-    loss = lambda *args: gated_delta_rule(*args).astype(jnp.float32).sum()
+    loss = lambda *args: gated_delta_rule(*args, use_qk_l2norm=norm).astype(jnp.float32).sum()
     *others, last = lab.compile_for("h200", jax.grad(loss, tuple(range(5))), *args).kernels
+    assert others[0].blocks_per_sm == 3
     assert not any(kernel.spill_bytes or kernel.remarks for kernel in others)
     assert last.spill_bytes <= 100 and not last.remarks  # Counters and addresses of the loop over tiles, no matrices.
 
@@ -417,6 +442,25 @@ def test_mutants_of_the_gradients_are_caught(run_only, monkeypatch, tmp_path, fi
     monkeypatch.setitem(globals(), "gated_delta_rule", fn.gated_delta_rule)
     with pytest.raises(AssertionError):
         check_gradients(problem(length=130))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "file, old, new",
+    [
+        slow("delta/kernel_gradients", "load(u).astype(jnp.float32) * spread(dot, 0)", "0"),
+        slow("delta/kernel_gradients", "for piece in pieces) for which", "for piece in [0]) for which"),
+        slow("delta/kernel_gradients", "plgpu.barrier_wait(shared.exchanged)", "pass"),
+        slow("delta/kernel_inverse", "store(Q, queries, normalize(", "store(K, queries, normalize("),
+        slow("delta/kernel_inverse", "is_first = _device.rem(first_head, group) == 0", "is_first = first_head >= 0"),
+    ],
+)
+def test_mutants_of_norms_are_caught(run_only, monkeypatch, tmp_path, file, old, new):
+    """A projection or a piece of it left out, a wait, the keys' place, two blocks that store the same."""
+    fn = copy_of("delta.gated_delta_rule", monkeypatch, tmp_path, file, old, new)
+    monkeypatch.setitem(globals(), "gated_delta_rule", fn.gated_delta_rule)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_gradients(problem(length=70, heads=2, key_dim=128, unit=False), use_qk_l2norm=True)
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -11,8 +11,9 @@ from jax import lax
 from mutants import copy_of
 
 import lab
-from cookbook import kda
+from cookbook import _host, kda
 from cookbook.recurrent.kda import kernel
+from cookbook.recurrent.kda.kernel_norms import before_norms
 from tests.arrays import array
 
 module = importlib.import_module("cookbook.recurrent.kda.kda")
@@ -281,9 +282,29 @@ def test_gradients(how):
     check_gradients(problem(**how))
 
 
-@pytest.mark.slow
-def test_gradients_through_norms_and_a_scale():
-    check_gradients(problem(length=70, key_heads=1, heads=2, unit=False), scale=0.5, norm=True)
+@pytest.mark.parametrize(
+    "how",
+    [dict(lens=[3, 0, 64], padding=5, heads=2), slow(dict(length=130, key_heads=2, heads=2, key_dim=128))],
+    ids=str,
+)
+def test_gradients_through_norms_and_a_scale(how):
+    check_gradients(problem(unit=False, **how), scale=0.5, norm=True)
+
+
+@pytest.mark.parametrize("shape, group", [((5, 1, 64), 3), ((37, 3, 128), 1)])
+def test_gradients_before_norms(shape, group):
+    """Fewer rows than a block has, rows that are left over."""
+    rng = np.random.default_rng(3)
+    q, k = (rng.normal(size=shape) for _ in "qk")
+    arrays = [
+        array(x, jnp.float16) for x in (q, k, *(rng.normal(size=(shape[0], shape[1] * group, shape[2])) for _ in "qk"))
+    ]
+    got = lab.run(functools.partial(before_norms, params=_host.compiler_params()), *arrays)
+    for x, du, ours in zip(arrays[:2], arrays[2:], got, strict=True):
+        x, du = np.float64(x), np.float64(du).reshape(*shape[:2], group, -1).sum(2)
+        factor = 1 / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+        exact = factor * du - factor**3 * x * (x * du).sum(-1, keepdims=True)
+        assert error_of(ours, exact) < 2**-11
 
 
 def test_gradients_of_resets():
@@ -308,9 +329,12 @@ def test_the_compiled_kernels(key_dim, how):
     assert 2 * (prepare.smem_bytes + 1024) <= 228 * 1024  # Two of its blocks share an SM.
 
 
-@pytest.mark.parametrize("key_dim, value_dim, length", [(128, 128, 256), slow(64, 64, 300), slow(128, 64, 1000)])
-def test_the_compiled_gradients(key_dim, value_dim, length):
-    loss = lambda *args: kda(*args).astype(jnp.float32).sum()
+@pytest.mark.parametrize(
+    "key_dim, value_dim, length, norm",
+    [(128, 128, 256, True), slow(128, 128, 256, False), slow(64, 64, 300, True), slow(128, 64, 1000, False)],
+)
+def test_the_compiled_gradients(key_dim, value_dim, length, norm):
+    loss = lambda *args: kda(*args, use_qk_l2norm=norm).astype(jnp.float32).sum()
     args = problem(2, length, 2, 4, key_dim, value_dim)
     compiled = lab.compile_for("h200", jax.grad(loss, tuple(range(5))), *args[:5])
     *others, of_operands = sorted(compiled.kernels, key=lambda kernel: "kda_gradients" in kernel.name)

@@ -57,7 +57,7 @@ PLANS = {
     "gated delta rule, packed, two columns a block, four heads an inverse":
         (GATED, delta(1, 30_000, 1, 4, 128, 128, dtype=F16), dict(num_seqs=20, grad=True)),
     "gated delta rule, parts, three heads an inverse, x64":
-        (GATED, delta(1, 16_001, 1, 3, 64, 64, numbers=BF16), dict(grad=True, starts=True)),
+        (GATED, delta(1, 16_001, 1, 3, 64, 64, numbers=BF16), dict(grad=True, starts=True, use_qk_l2norm=True)),
     "kda, packed, two columns a block":
         (KDA, channels(1, 30_000, 1, 4, 128, 128, dtype=F16), dict(num_seqs=20, grad=True, use_qk_l2norm=True)),
     "kda, x64": (KDA, channels(1, 1001, 1, 3, 64, 64, numbers=BF16), dict(grad=True, starts=True)),

@@ -12,6 +12,7 @@ from bench import tiny_model
 from serving import Engine, LlamaConfig, Request, init
 from serving.backends import backend
 from serving.model import empty_pages, forward
+from serving.quantized import Packed
 from serving.request import Chunk
 from serving.step import pack, padding, step
 from serving.weights import Int8, prepared, quantised
@@ -45,11 +46,17 @@ def decoded(config: LlamaConfig, weights, backend: str, kv_cache_dtype=None) -> 
         (dataclasses.replace(QWEN, num_hidden_layers=2), None, "fp8"),
         (TINY, "int8", None),
         pytest.param(EXPERTS, None, None, marks=pytest.mark.slow),
+        (dataclasses.replace(EXPERTS, num_experts=4, num_experts_per_tok=2, swiglu_limit=1.0), "packed", None),
     ],
-    ids=["two layers, norms of heads, fp8", "int8", "128 experts"],
+    ids=["two layers, norms of heads, fp8", "int8", "128 experts", "packed"],
 )
 def test_the_kernels_give_the_logits_of_xla(config, kind, cache):
-    weights = prepared(config, init(config), kind)
+    if kind == "packed":  # Experts of MXFP4; the other products of integers.
+        params = init(config, packing="int4")
+        params |= {name: x for name, x in init(config, packing="mxfp4").items() if isinstance(x, Packed)}
+    else:
+        params = init(config)
+    weights = prepared(config, params, None if kind == "packed" else kind)
     (ours, our_pages), (theirs, their_pages) = (decoded(config, weights, name, cache) for name in ("cookbook", "xla"))
     assert np.linalg.norm(ours - theirs) < 0.02 * np.linalg.norm(theirs)
     for one, other in zip(jax.tree.leaves(our_pages), jax.tree.leaves(their_pages), strict=True):

@@ -13,9 +13,10 @@ from safetensors.numpy import save_file
 
 import lab
 from bench.peers import imports
-from serving import Engine, LlamaConfig, RopeScaling, YarnScaling, load, save
+from serving import Engine, LlamaConfig, RopeScaling, YarnScaling, init, load, memory, quantized, save
 from serving.checkpoint import config_of
 from serving.model import empty_pages, forward
+from serving.quantized import Packed, Packing
 from serving.request import Chunk, Request
 from serving.step import pack
 from serving.weights import prepared
@@ -233,13 +234,14 @@ def in_mxfp4(rng, name: str, shape) -> tuple[dict, np.ndarray]:
     return parts, values.swapaxes(1, 2)
 
 
-def in_integers(rng, name: str, shape, method: str, group: int) -> tuple[dict, np.ndarray]:
+def in_integers(rng, name: str, shape, quantization: dict) -> tuple[dict, np.ndarray]:
     """The packed tensors of a random matrix, (outputs, inputs), and its values."""
-    outputs, inputs = shape
+    (outputs, inputs), method, group = shape, quantization["quant_method"], quantization["group_size"]
     of_input = np.arange(inputs) // group
-    if method != "awq":
-        of_input = rng.permutation(of_input)  # As with desc_act.
+    if quantization.get("desc_act"):
+        of_input = rng.permutation(of_input)
     q, zeros = rng.integers(0, 16, (inputs, outputs)), rng.integers(1, 16, (inputs // group, outputs))
+    zeros = np.full_like(zeros, 8) if quantization.get("sym") else zeros
     scales = rng.uniform(0.01, 0.03, zeros.shape).astype(np.float16)
     values = (q - zeros[of_input]) * scales[of_input].astype(np.float64)
     if method == "awq":
@@ -247,7 +249,7 @@ def in_integers(rng, name: str, shape, method: str, group: int) -> tuple[dict, n
         parts = dict(qweight=mixed(q), qzeros=mixed(zeros))
     else:
         words = packed(q.reshape(-1, 8, outputs).swapaxes(1, 2))
-        zeros = packed((zeros - (method == "gptq")).reshape(len(zeros), -1, 8))
+        zeros = packed((zeros - ("checkpoint_format" not in quantization)).reshape(len(zeros), -1, 8))
         parts = dict(qweight=words, qzeros=zeros, g_idx=of_input.astype(np.int32), bias=np.zeros(outputs, np.float16))
     prefix = name.removesuffix("weight")
     return {prefix + part: value for part, value in (parts | dict(scales=scales)).items()}, values.T
@@ -256,22 +258,23 @@ def in_integers(rng, name: str, shape, method: str, group: int) -> tuple[dict, n
 QUANTIZED = {
     "mxfp4": dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"]),
     "gptq": dict(quant_method="gptq", bits=4, group_size=32, desc_act=True, sym=False, damp_percent=0.1),
-    "gptq_v2": dict(quant_method="gptq", bits=4, group_size=16, checkpoint_format="gptq_v2"),
+    "gptq_v2": dict(quant_method="gptq", bits=4, group_size=32, sym=False, checkpoint_format="gptq_v2"),
+    "gptq_sym": dict(quant_method="gptq", bits=4, group_size=32, desc_act=False, sym=True),
     "awq": dict(quant_method="awq", bits=4, group_size=32, version="gemm", zero_point=True),
 }
 
 
-def written_packed(folder, method: str, change=lambda parts: parts) -> dict:
-    """Writes a checkpoint with packed weights, of gpt-oss or Qwen3; returns the values of all tensors."""
-    name = "gpt_oss" if method == "mxfp4" else "qwen3"
+def written_packed(folder, method: str, change=lambda parts: parts, name: str | None = None) -> dict:
+    """Writes a checkpoint with packed weights, of gpt-oss, Qwen3 or `name`; returns the values of all tensors."""
+    name = name or ("gpt_oss" if method == "mxfp4" else "qwen3")
     raw, rng = SIZES | RAW[name] | dict(quantization_config=QUANTIZED[method]), np.random.default_rng(5)
     stored, values = {}, {}
     for key, value in tensors_of(raw).items():
         parts = {key: value}
         if method == "mxfp4" and value.ndim == 3:
             parts, value = in_mxfp4(rng, key, value.shape)
-        elif method != "mxfp4" and value.ndim == 2 and "layers" in key:
-            parts, value = in_integers(rng, key, value.shape, method, QUANTIZED[method]["group_size"])
+        elif method != "mxfp4" and value.ndim == 2 and "layers" in key and not key.endswith("gate.weight"):
+            parts, value = in_integers(rng, key, value.shape, QUANTIZED[method])
         values[key] = value
         stored |= parts
     (folder / "config.json").write_text(json.dumps(raw))
@@ -279,19 +282,85 @@ def written_packed(folder, method: str, change=lambda parts: parts) -> dict:
     return values
 
 
+def widened(config: LlamaConfig, params: dict) -> dict:
+    """The parameters as floats, each rounded once to the dtype of the config."""
+    inputs = lambda name: config.shapes[name][1]  # Matrices and experts alike.
+    return {
+        name: value.floats(inputs(name), config.dtype) if isinstance(value, Packed) else value
+        for name, value in params.items()
+    }
+
+
 @pytest.mark.parametrize("method", QUANTIZED)
-def test_packed_weights_are_widened(tmp_path, method):
+def test_weights_stay_packed_and_are_exact(tmp_path, method):
+    """But for groups out of order, which are widened. Values are compared with those that were packed."""
     values = written_packed(tmp_path, method)
     name_of = lambda key: key[:15] + GPT_OSS.get(key[15:], key[15:])  # After "model.layers.0.".
-    for dtype in ("float32", "bfloat16"):
-        params = load(tmp_path, dtype=dtype)[1]
-        assert params.keys() == set(map(name_of, values))
-        for key, value in values.items():
-            if "gate_up_proj" in key:
-                value = np.concatenate([value[..., ::2], value[..., 1::2]], axis=-1)
-            param, rounded = params[name_of(key)], value.astype(np.float32)
-            is_exact = dtype == "float32" or (method == "mxfp4" and value.ndim == 3)
-            np.testing.assert_array_equal(np.float32(param), rounded if is_exact else np.float32(rounded.astype(dtype)))
+    config, params = load(tmp_path, dtype="bfloat16")
+    assert params.keys() == set(map(name_of, values))
+    assert sum(isinstance(x, Packed) for x in params.values()) == dict(mxfp4=4, gptq=0).get(method, 14)
+    wide = widened(dataclasses.replace(config, dtype="float32"), params)
+    for key, value in values.items():
+        if "gate_up_proj" in key:
+            value = np.concatenate([value[..., ::2], value[..., 1::2]], axis=-1)
+        expected, found = value.astype(np.float32), wide[name_of(key)]
+        np.testing.assert_array_equal(
+            np.float32(found), expected if found.dtype == np.float32 else np.float32(expected.astype(found.dtype))
+        )
+    with_zeros = {x.zeros is not None for x in params.values() if isinstance(x, Packed)}
+    assert with_zeros == dict(gptq=set(), awq={True}, gptq_v2={True}).get(method, {False})
+
+
+@pytest.mark.parametrize("method, name", [("mxfp4", "gpt_oss"), ("awq", "qwen3"), ("gptq_sym", "mixtral")])
+def test_packed_weights_give_the_logits_of_widened_ones(tmp_path, method, name):
+    """XLA, which widens them in each step, has the same bits. And they are counted as what they take."""
+    written_packed(tmp_path, method, name=name)
+    config, params = load(tmp_path)
+    wide, tokens = widened(config, params), np.random.default_rng(1).integers(0, 96, 40)
+    assert sum(isinstance(x, Packed) for x in params.values()) == dict(mxfp4=4, awq=14, gptq_sym=12)[method]
+    np.testing.assert_array_equal(ours(config, params, tokens), ours(config, wide, tokens))
+    sizes = dict(num_pages=16, max_seq_len=64)
+    saved = memory(config, wide, **sizes).weights - memory(config, params, **sizes).weights
+    arrays = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    assert saved == arrays(wide) - arrays(params) > 0 and memory(config, **sizes) == memory(config, wide, **sizes)
+
+
+def test_large_groups_are_packed_as_several():
+    """The kernels take groups of up to 128. One group of all inputs is -1 in a config."""
+    for size in (256, -1):
+        quantization = dict(quant_method="gptq", bits=4, group_size=256)
+        parts, values = in_integers(np.random.default_rng(0), "x.weight", (8, 256), quantization)
+        packing = Packing.of(dict(model_type="llama", quantization_config=quantization | dict(group_size=size)))
+        found = quantized.packed(packing, {key: jnp.asarray(x) for key, x in parts.items()}, "float32")
+        assert found.keys() == {"x.weight"} and found["x.weight"].scales.shape == (2, 8)
+        np.testing.assert_array_equal(found["x.weight"].floats(256, "float32"), values.astype(np.float32))
+
+
+def test_parts_that_are_packed_in_different_ways_are_joined_as_floats(tmp_path):
+    """As where the groups of one matrix alone are out of order."""
+    config = LlamaConfig(61, 64, 64, 1, 2, 1, 64, dtype="float32")
+    params, floats = init(config, packing="int4"), init(config)
+    assert sum(isinstance(x, Packed) for x in params.values()) == 7
+    mixed = params | {name: x for name, x in floats.items() if ".q_proj." in name}
+    joined = prepared(config, mixed)
+    np.testing.assert_array_equal(
+        joined["model.layers.0.self_attn.qkv_proj.weight"][128:192],
+        params["model.layers.0.self_attn.k_proj.weight"].floats(64, "float32"),
+    )
+    assert isinstance(joined["model.layers.0.mlp.gate_up_proj.weight"], Packed)
+    for name, x in params.items():  # Random weights keep the variance of what they multiply.
+        if isinstance(x, Packed):
+            inputs = config.shapes[name][1]
+            assert abs(np.std(x.floats(inputs, "float32")) * inputs**0.5 - 1) < 0.1, name
+    with pytest.raises(ValueError, match="weights = 'int8' with packed parameters"):
+        prepared(config, params, "int8")
+    with pytest.raises(ValueError, match="save: model.layers.0.* is packed; must be floats"):
+        save(config, params, tmp_path)
+    with pytest.raises(ValueError, match='packing=.fp8.; must be None, "mxfp4" or "int4"'):
+        init(config, packing="fp8")
+    name = "model.layers.0.mlp.down_proj.weight"
+    with pytest.raises(ValueError, match=f"params: {name} is .*; must stand for"):
+        Engine(config, params | {name: params[name]._replace(zeros=jnp.ones(3))}, num_pages=4, backend="xla")
 
 
 @pytest.mark.parametrize(

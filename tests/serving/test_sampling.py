@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+import lab
 from serving import Engine, LlamaConfig, init
-from serving.sampling import Options, keep_probable, sample
+from serving.sampling import Options, sample
 from serving.step import ALL_TOKENS
 
 VOCAB = 50
@@ -17,7 +18,7 @@ VOCAB = 50
 def cut_by_sorting(logits, temperature, top_k, top_p, min_p) -> np.ndarray:
     """Which tokens stay, in float64; ties as in `Request`."""
     x = np.float64(logits) / (temperature or 1.0)
-    kept = x >= np.sort(x)[::-1][min(top_k, len(x)) - 1]
+    kept = np.isin(np.arange(len(x)), np.argsort(-x, kind="stable")[:top_k])
     p = np.where(kept, np.exp(x - x.max()), 0.0)
     p /= p.sum()
     order = np.argsort(-p)
@@ -35,44 +36,74 @@ def options_of(rows: list[tuple], seed: int = 0) -> Options:
     )  # fmt: skip
 
 
-def kept_of(logits, options: Options) -> np.ndarray:
-    chosen = options.temperatures, options.top_ks, options.top_ps, options.min_ps
-    return np.isfinite(np.asarray(jax.jit(keep_probable)(logits, *chosen)))
+DRAWS = 60  # A row has so many. Where other tokens than the probable ones matter, the temperature is high.
+
+
+def kept_of(logits, options: Options, cuts="both") -> np.ndarray:
+    """Which tokens are drawn, by as many seeds as it takes to find those that are likely enough."""
+    found = np.zeros(logits.shape, bool)
+    for seed in range(DRAWS):
+        options = options._replace(seeds=np.full(len(logits), seed, np.uint32))
+        tokens = np.asarray(sample(logits, options, draws=True, cuts=cuts, logprobs=False).tokens)
+        found[np.arange(len(logits)), tokens] = True
+    return found
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_cut_off_is_what_sorting_cuts_off(seed):
+    """No other token is ever drawn, and of those that stay all that are likely are."""
     rng, rows = np.random.default_rng(seed), []
     for _ in range(200):
         row = [0.3, 1.0, 2.0], [1, 2, 7, 50, ALL_TOKENS], [0.1, 0.5, 0.95, 1], [0, 0.05, 0.5, 1]
         rows.append(tuple(rng.choice(values) for values in row))
     logits = np.float32(rng.normal(size=(len(rows), VOCAB)) * rng.choice([0.1, 1, 10], (len(rows), 1)))
-    expected = [cut_by_sorting(row, *of) for row, of in zip(logits, rows, strict=True)]
+    expected = np.array([cut_by_sorting(row, *of) for row, of in zip(logits, rows, strict=True)])
     kept = kept_of(logits, options_of(rows))
-    np.testing.assert_array_equal(kept, expected)
-    assert 1 <= kept.sum(axis=1).min() and len({*kept.sum(axis=1)}) > 10
+    assert not (kept & ~expected).any()
+    share = np.where(expected, np.exp((logits - logits.max(1, keepdims=True)) / [[row[0]] for row in rows]), 0.0)
+    share /= share.sum(1, keepdims=True)
+    assert kept[share > 0.25].all()  # 0.75 ** 60 is 3e-8.
+    assert len({*kept.sum(axis=1)}) > 5
 
 
 @pytest.mark.parametrize(
     "logits, row, kept",
     [
-        ([3, 1, 3, 0], (1, 1, 1.0, 0.0), [0, 2]),  # Equal ones stay together.
-        ([-5, -1, -3, -4], (1, 2, 1.0, 0.0), [1, 2]),  # Negative floats have another order of bits.
-        ([-1, 0.0, -0.0, 1], (1, 2, 1.0, 0.0), [1, 2, 3]),
+        ([3, 1, 3, 0], (9, 1, 1.0, 0.0), [0]),  # The first of equal ones.
+        ([-5, -1, -3, -4], (9, 2, 1.0, 0.0), [1, 2]),
+        ([-1, 0.0, -0.0, 1], (9, 2, 1.0, 0.0), [1, 3]),
         (np.log([0.5, 0.3, 0.15, 0.05]), (1, 4, 0.8, 0.0), [0, 1]),
         (np.log([0.5, 0.3, 0.15, 0.05]), (1, 4, 0.81, 0.0), [0, 1, 2]),
         (np.log([0.5, 0.3, 0.15, 0.05]), (1, 3, 0.84, 0.0), [0, 1]),  # After top_k has left three, two have 0.84.
         (np.log([0.5, 0.3, 0.15, 0.05]), (1, 4, 1.0, 0.2), [0, 1, 2]),
-        ([0, -200, -300, 1], (1, 4, 1.0, 0.0), [0, 1, 2, 3]),  # A share of 1 keeps what float32 has as 0, too.
-        ([0, 1, 2, 3], (0, 1, 0.1, 1.0), [0, 1, 2, 3]),  # Greedy: nothing to cut off.
+        ([0, 1, 2, 3], (0, 1, 0.1, 1.0), [3]),  # Greedy.
     ],
 )
 def test_a_few_by_hand(logits, row, kept):
     assert np.flatnonzero(kept_of(np.float32([logits]), options_of([row]))[0]).tolist() == kept
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("cuts", ["both", ""])
+def test_the_kernels_draw_the_tokens_of_xla(cuts):
+    """Each in the company of rows that sample in other ways; and log probabilities."""
+    plain, logits = (0.9, ALL_TOKENS, 1.0, 0.0), np.float32(np.random.default_rng(0).normal(size=(5, 200)))
+    rows = [(0.0, ALL_TOKENS, 1.0, 0.0), plain, plain]
+    rows += [(2.0, 7, 0.9, 0.01), (1.0, ALL_TOKENS, 0.5, 0.1)] if cuts else [plain] * 2
+    logits[2, 3] = np.nan
+    draw = lambda name: lab.run(
+        lambda: sample(logits, options_of(rows), backend=name, draws=True, cuts=cuts, logprobs=bool(cuts))
+    )
+    ours, theirs = draw("cookbook"), draw("xla")
+    np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+    assert ours.tokens[2] == -1 and len(set(ours.tokens.tolist())) > 2
+    fine = np.arange(5) != 2
+    for one, other in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
+        np.testing.assert_allclose(np.asarray(one)[fine], np.asarray(other)[fine], atol=1e-5)
+
+
 def sampled(logits, rows, seed=0, **kwargs):
-    flags = dict(draws=True, cuts=True, logprobs=False) | kwargs
+    flags = dict(draws=True, cuts="both", logprobs=False) | kwargs
     return sample(np.float32(logits), options_of(rows, seed), **flags)
 
 
@@ -89,17 +120,17 @@ def test_rows_that_need_less_have_the_same_tokens_beside_rows_that_need_more():
     logits = np.random.default_rng(0).normal(size=(4, VOCAB))
     plain = [(0.0, ALL_TOKENS, 1.0, 0.0), (0.9, ALL_TOKENS, 1.0, 0.0)]
     mixed = sampled(logits, [*plain, (0.5, 3, 1.0, 0.0), (1.0, 50, 0.5, 0.0)]).tokens
-    assert mixed[0] == sampled(logits[:2], plain, draws=False, cuts=False).tokens[0] == logits[0].argmax()
-    assert (mixed[:2] == sampled(logits[:2], plain, cuts=False).tokens).all()
+    assert mixed[0] == sampled(logits[:2], plain, draws=False, cuts="").tokens[0] == logits[0].argmax()
+    assert (mixed[:2] == sampled(logits[:2], plain, cuts="").tokens).all()
 
 
 def test_greedy_draws_no_noise():
-    """No random number is in the program of a batch that is greedy throughout, nor in others' what they do not need."""
+    """No noise is in the program of a batch that is greedy throughout, nor a sort in others that need none."""
     arguments = np.zeros((2, VOCAB), np.float32), options_of([(0.0, ALL_TOKENS, 1.0, 0.0)] * 2)
-    text = lambda **flags: sample.lower(*arguments, **flags).as_text()
-    assert "threefry" not in text(draws=False, cuts=False, logprobs=False)
-    assert "threefry" in text(draws=True, cuts=False, logprobs=False)
-    assert "while" not in text(draws=False, cuts=False, logprobs=True)
+    text = lambda **flags: sample.lower(*arguments, **flags, logprobs=False).as_text()
+    assert not {"stablehlo.log", "stablehlo.sort"} & set(text(draws=False, cuts="").split())
+    assert "stablehlo.log" in text(draws=True, cuts="") and "stablehlo.sort" not in text(draws=True, cuts="")
+    assert "stablehlo.sort" in text(draws=True, cuts="both")
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -140,7 +171,7 @@ def test_tokens_do_not_depend_on_jaxs_options(options):
     """Those of a row on its own seed alone: other generators draw the noise of all rows of a vmap together."""
     logits = np.float32(np.random.default_rng(0).normal(size=(4, VOCAB)))
     rows = [(0.9, ALL_TOKENS, 1.0, 0.0), (2.0, 9, 1.0, 0.0), (2.0, 50, 0.9, 0.0), (2.0, 50, 1.0, 0.01)]
-    fresh = lambda: jax.jit(functools.partial(sample.__wrapped__, draws=True, cuts=True, logprobs=True))
+    fresh = lambda: jax.jit(functools.partial(sample.__wrapped__, draws=True, cuts="both", logprobs=True))
     draw = lambda: [fn(logits, options_of(rows, seed)).tokens.tolist() for fn in [fresh()] for seed in range(20)]
     with under(**options):
         found = draw()

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import importlib
 import inspect
 import sys
@@ -243,6 +244,10 @@ def test_memory_is_said_before_there_is_an_engine():
     # Twelve layers, 16 tokens, keys and values, eight heads of 64 bfloat16; 41.8 GB of weights.
     assert found.cache == 32768 * 12 * 16 * 2 * 8 * 64 * 2 and 41.7e9 < found.weights < 41.9e9
     assert (found.pages_per_sequence, found.num_sequences) == (512 + 41, 59)
+    params = jax.eval_shape(functools.partial(init, config, packing="mxfp4"))
+    packed = memory(config, params, num_pages=32768, max_seq_len=8192).weights
+    experts = 24 * 32 * 3 * 2880 * 2880
+    assert found.weights - packed == 2 * experts - experts // 2 - experts // 32 and 13.7e9 < packed < 13.8e9
     sizes = dict(num_pages=24, page_size=16, max_seqs=8, max_tokens_per_step=32)
     engine = Engine(CONFIG, init(CONFIG), **sizes, backend="xla")
     found = memory(CONFIG, **sizes, max_seq_len=176)

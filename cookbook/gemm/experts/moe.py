@@ -7,10 +7,12 @@ With biases, and with a `swiglu_limit` in place of silu(g) * u: g sigmoid(1.702 
 both sides at the limit, as in gpt-oss.
 
 Shapes: x (..., H), router_logits (..., E), w_gate_up (E, H, 2I): the columns of the gate, then the up product's,
-w_down (E, I, H), o (..., H). x and the weights are all bfloat16 or all float16; routing is float32.
+w_down (E, I, H), o (..., H). x and the weights are all bfloat16 or all float16; routing is float32. Weights may also be
+packed ones of 4 bits (`packed.py`), MXFP4 as gpt-oss has them, or integers.
 
-The products are `ragged_dot`'s; SwiGLU is in the epilogue of the first, unless there are biases or a limit: then XLA
-applies these after the product, which is rounded to 16 bits before. `copy_rows` brings the tokens to their experts.
+The products are `ragged_dot`'s; SwiGLU is in the epilogue of the first, unless weights are packed or there are biases
+or a limit: then XLA applies these after the product, which is rounded to 16 bits before. `copy_rows` brings the tokens
+to their experts.
 Around them XLA runs a few small operations. Rows are not sorted: the row of a token in its expert's group is how many
 earlier tokens chose the expert. A product with a triangle counts them within blocks of tokens, and comparisons over
 blocks; of few rows, comparisons alone. XLA's own cumulative sum takes longer.
@@ -18,8 +20,9 @@ blocks; of few rows, comparisons alone. XLA's own cumulative sum takes longer.
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
 times, and as many rows of the result are read.
 
-Not supported: capacities (no token is dropped), shared experts. Chapter: 16b. Sources: Shazeer et al.,
-"Outrageously large neural networks" (2017); Gale et al., "MegaBlocks" (2022), for products without padding.
+Not supported: capacities (no token is dropped), shared experts; gradients with packed weights. Chapter: 16b. Sources:
+Shazeer et al., "Outrageously large neural networks" (2017); Gale et al., "MegaBlocks" (2022), for products without
+padding; gpt-oss (2025), for MXFP4 experts.
 """
 
 import functools
@@ -33,6 +36,7 @@ from jax import lax
 from ... import _host
 from ..grouped.kernel_gated import swiglu
 from ..grouped.ragged_dot import ragged_dot
+from . import packed
 from .copy_rows import copy_rows
 
 FEW = 1024  # Rows that are all compared with each other.
@@ -46,6 +50,9 @@ def moe_reference(
 ):  # fmt: skip
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     x, logits = x.astype(dtype), router_logits.astype(dtype)
+    if isinstance(w_down, tuple):
+        inner = w_gate_up[0].shape[1] // 2
+        w_gate_up, w_down = packed.floats(w_gate_up, x.shape[-1], dtype), packed.floats(w_down, inner, dtype)
     chosen, experts = lax.top_k(logits, top_k)
     weights = jax.nn.softmax(chosen) if renormalize else jnp.exp(chosen - jax.nn.logsumexp(logits, -1, keepdims=True))
     affine = lambda x, w, b: jnp.matmul(x, w, precision="highest") + b.reshape((1,) * (x.ndim - 1) + (-1,))
@@ -233,6 +240,10 @@ _combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 def _check(x, router_logits, w_gate_up, w_down, top_k: int, group_offset, biases):
+    if isinstance(w_gate_up, tuple) or isinstance(w_down, tuple):
+        count, inner = packed.sizes_of("moe", x, w_gate_up, w_down)
+        _check_tokens(x, router_logits, count, top_k, group_offset)
+        return _require_biases(biases, count, inner, x.shape[-1])
     op = f"{_host.PACKAGE}.moe"
     if x.dtype not in (jnp.bfloat16, jnp.float16) or not x.dtype == w_gate_up.dtype == w_down.dtype:
         raise ValueError(
@@ -241,30 +252,30 @@ def _check(x, router_logits, w_gate_up, w_down, top_k: int, group_offset, biases
     if w_gate_up.ndim != 3 or w_down.ndim != 3:
         raise ValueError(f"{op}: {w_gate_up.shape=}, {w_down.shape=}; must be a matrix for each expert")
     count, inner, _ = w_down.shape
-    check_tokens("moe", x, router_logits, count, top_k, group_offset)
+    _check_tokens(x, router_logits, count, top_k, group_offset)
     hidden = x.shape[-1]
     if w_gate_up.shape != (count, hidden, 2 * inner) or w_down.shape[2] != hidden:
         raise ValueError(
             f"{op}: {w_gate_up.shape=}, {w_down.shape=}; must be (E, {hidden}, 2I) and (E, I, {hidden}), for "
             f"{x.shape=}: the columns of the gate, then the up product's"
         )
-    require_biases("moe", biases, count, inner, hidden)
+    _require_biases(biases, count, inner, hidden)
     if hidden % 8 or inner % 8:
         raise ValueError(f"{op}: {hidden=}, {inner=} of {w_down.shape=}: must be multiples of 8, 16 bytes: pad them")
 
 
-def require_biases(op: str, biases, count: int, inner: int, hidden: int):
+def _require_biases(biases, count: int, inner: int, hidden: int):
     """Raises a ValueError unless b_gate_up and b_down, where they are given, go with the weights of `count` experts."""
     for name, bias, columns in zip(("b_gate_up", "b_down"), biases, (2 * inner, hidden), strict=True):
         if bias is not None and (bias.shape != (count, columns) or not jnp.issubdtype(bias.dtype, jnp.floating)):
             raise ValueError(
-                f"{_host.PACKAGE}.{op}: {name} is {bias.shape}, {bias.dtype}; must be ({count}, {columns}) floats"
+                f"{_host.PACKAGE}.moe: {name} is {bias.shape}, {bias.dtype}; must be ({count}, {columns}) floats"
             )
 
 
-def check_tokens(op: str, x, router_logits, count: int, top_k: int, group_offset):
+def _check_tokens(x, router_logits, count: int, top_k: int, group_offset):
     """Raises a ValueError unless tokens, their logits and weights of `count` experts go together."""
-    op = f"{_host.PACKAGE}.{op}"
+    op = f"{_host.PACKAGE}.moe"
     if x.ndim < 1 or router_logits.shape[:-1] != x.shape[:-1] or not jnp.issubdtype(router_logits.dtype, jnp.floating):
         raise ValueError(f"{op}: {router_logits.shape=}, {router_logits.dtype=}; must be {x.shape[:-1]} + (E,) floats")
     experts = router_logits.shape[-1]
@@ -280,20 +291,20 @@ def check_tokens(op: str, x, router_logits, count: int, top_k: int, group_offset
         raise ValueError(f"{op}: {rows} rows of tokens by {experts} experts; must be below 2**31: pass parts of x")
 
 
-def limit_of(op: str, swiglu_limit) -> float | None:
+def _limit_of(swiglu_limit) -> float | None:
     if swiglu_limit is None:
         return None
-    swiglu_limit = _host.option(op, "swiglu_limit", swiglu_limit, float)
+    swiglu_limit = _host.option("moe", "swiglu_limit", swiglu_limit, float)
     if swiglu_limit <= 0:
-        raise ValueError(f"{_host.PACKAGE}.{op}: {swiglu_limit=}; must be above 0, or None for silu(gate) * up")
+        raise ValueError(f"{_host.PACKAGE}.moe: {swiglu_limit=}; must be above 0, or None for silu(gate) * up")
     return swiglu_limit
 
 
 def moe(
     x: jax.Array,
     router_logits: jax.Array,
-    w_gate_up: jax.Array,
-    w_down: jax.Array,
+    w_gate_up: jax.Array | tuple[jax.Array, ...],
+    w_down: jax.Array | tuple[jax.Array, ...],
     *,
     top_k: int,
     renormalize: bool = True,
@@ -304,17 +315,24 @@ def moe(
 ) -> jax.Array:
     """Weighted sum of the outputs of each token's `top_k` experts; bitwise reproducible from run to run.
 
-    Differentiable in all arrays. Under `jax.shard_map` with the experts sharded, each device has some of w_gate_up and
-    w_down and their biases, and all of x and router_logits; it gives `group_offset` and gets the sum over its own
-    experts, which `jax.lax.psum` adds up. Biases and a limit: compiled for Hopper; not run on a GPU yet.
+    Differentiable in all arrays, unless weights are packed. Under `jax.shard_map` with the experts sharded, each device
+    has some of w_gate_up and w_down and their biases, and all of x and router_logits; it gives `group_offset` and gets
+    the sum over its own experts, which `jax.lax.psum` adds up. Packed integers: compiled for Hopper; not run on a GPU
+    yet.
+
+    Weights of 4 bits are passed as the packers return them, as in `moe(x, logits, cookbook.pack_mxfp4(...), ...)`.
+    gpt-oss's columns of the gate and of the up product alternate: bring them in order before packing, as in
+    `blocks = jnp.concatenate([blocks[:, 0::2], blocks[:, 1::2]], axis=1)`, its scales and biases alike.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 
     Args:
-      x: (..., H); bfloat16 or float16.
+      x: (..., H); bfloat16 or float16, and beside MXFP4 weights bfloat16.
       router_logits: (..., E), of a floating dtype.
-      w_gate_up: (E, H, 2I): columns of the gate, then the up product's; of the dtype of `x`.
-      w_down: (E, I, H); of the dtype of `x`.
+      w_gate_up: (E, H, 2I): columns of the gate, then the up product's; of the dtype of `x`. Or packed: (w, scales) or
+        (w, scales, zeros), as `cookbook.ragged_dot_mxfp4_weights` (scales are uint16) or
+        `cookbook.ragged_dot_int4_weights` (they are floats) takes them; the size of groups follows from the shapes.
+      w_down: (E, I, H), of the dtype of `x`; packed if w_gate_up is.
       top_k: how many experts each token has; among equal logits the first experts win, and -0.0 is below 0.0.
       renormalize: weights are the softmax of the chosen logits; False: that of all logits.
       group_offset: None; or an integer, which may be traced: the expert that w_gate_up and w_down begin with.
@@ -327,29 +345,31 @@ def moe(
     Raises:
       ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
     """
-    names, given = ("x", "router_logits", "w_gate_up", "w_down"), (x, router_logits, w_gate_up, w_down)
-    x, router_logits, w_gate_up, w_down = (_host.as_array("moe", *pair) for pair in zip(names, given, strict=True))
+    x, router_logits = _host.as_array("moe", "x", x), _host.as_array("moe", "router_logits", router_logits)
+    w_gate_up, w_down = packed.arrays_of("moe", "w_gate_up", w_gate_up), packed.arrays_of("moe", "w_down", w_down)
     top_k, renormalize = _host.option("moe", "top_k", top_k, int), _host.option("moe", "renormalize", renormalize, bool)
     b_gate_up, b_down = (
         None if bias is None else _host.as_array("moe", name, bias)
         for name, bias in (("b_gate_up", b_gate_up), ("b_down", b_down))
     )
     _check(x, router_logits, w_gate_up, w_down, top_k, group_offset, (b_gate_up, b_down))
-    swiglu_limit = limit_of("moe", swiglu_limit)
+    swiglu_limit, is_packed = _limit_of(swiglu_limit), isinstance(w_down, tuple)
     if x.size == 0:
         return jnp.zeros_like(x)
     _host.require_tensor_cores("moe")
-    # Here, where the gradient of x is smallest, it is summed over the devices of a mesh.
-    x, router_logits, w_gate_up, w_down, *given = _host.reverse_only(
-        "moe", x, router_logits, w_gate_up, w_down, *(bias for bias in (b_gate_up, b_down) if bias is not None)
-    )
-    b_gate_up, b_down = (bias if bias is None else given.pop(0) for bias in (b_gate_up, b_down))
+    arrays, tree = jax.tree.flatten((x, router_logits, w_gate_up, w_down, b_gate_up, b_down))
+    if is_packed:
+        arrays = _host.without_gradient("moe", f"{_host.PACKAGE}.moe of widened weights", *arrays)
+    else:  # Here, where the gradient of x is smallest, it is summed over the devices of a mesh.
+        arrays = _host.reverse_only("moe", *arrays)
+    x, router_logits, w_gate_up, w_down, b_gate_up, b_down = jax.tree.unflatten(tree, arrays)
     tokens = x.reshape(-1, x.shape[-1])
     routing = route(router_logits.reshape(len(tokens), -1), top_k, renormalize)
     places = routing._replace(weights=None)
-    product = functools.partial(ragged_dot, group_sizes=routing.group_sizes, group_offset=group_offset)
-    add = functools.partial(biased, group_sizes=routing.group_sizes, group_offset=group_offset)
-    if b_gate_up is None and swiglu_limit is None:
+    of_groups = dict(group_sizes=routing.group_sizes, group_offset=group_offset)
+    product = functools.partial(packed.product if is_packed else ragged_dot, **of_groups)
+    add = functools.partial(biased, **of_groups)
+    if b_gate_up is None and swiglu_limit is None and not is_packed:
         inner = product(_permute(tokens, places), w_gate_up, activation="swiglu")
     else:
         both = product(_permute(tokens, places), w_gate_up)

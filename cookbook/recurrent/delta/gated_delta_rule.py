@@ -15,7 +15,8 @@ In a chunk of 64 tokens the errors e, which beta makes corrections of the state,
 Here cum is the sum of g within the chunk, made by XLA. Exponentials of positive numbers are never used. Two kernels,
 whose files have the formulas and the tables of roles and barriers:
 
-    kernel_inverse   the inverses of all chunks' triangles at once
+    kernel_inverse   the inverses of all chunks' triangles at once; with `use_qk_l2norm` it also divides q and k by
+                     their norms, for all that comes after
     kernel           from chunk to chunk, a block for each 64 values of a head, or for each head where those are more
                      than SMs
 
@@ -70,7 +71,7 @@ from ..sequences import Sequences, rows_per_part
 from ..states import LEAST_DECAY, as_states, cumulative_decays
 from . import kernel
 from .gradients import gradients
-from .kernel_inverse import inverses
+from .kernel_inverse import inverses, norms_and_inverses
 from .parts import starts_of_parts
 from .plan import CHUNK, ForwardPlan
 
@@ -127,7 +128,7 @@ class Config:
 @functools.lru_cache
 def _smem_bytes(config: Config, key_dim: int) -> int:
     q, v = (jax.ShapeDtypeStruct((1, 1, 1, size), jnp.bfloat16) for size in (key_dim, config.state_wgs * PIECE))
-    return _device.smem_bytes(kernel.scratch(_plan(1.0, config, q, v, None, _host.Target("", num_sms=1))))
+    return _device.smem_bytes(kernel.scratch(_plan(1.0, config, q, v, None, False, _host.Target("", num_sms=1))))
 
 
 def default_config(key_dim: int, value_dim: int = 64, value_slices: int = 1, num_sms: int = 1) -> Config:
@@ -137,7 +138,7 @@ def default_config(key_dim: int, value_dim: int = 64, value_slices: int = 1, num
     return Config(num_stages=3 if key_dim > 64 else 4)
 
 
-def _plan(scale: float, config: Config, q, v, cu_seqlens, target: _host.Target) -> ForwardPlan:
+def _plan(scale: float, config: Config, q, v, cu_seqlens, use_qk_l2norm: bool, target: _host.Target) -> ForwardPlan:
     (batch, length, heads, size), (key_heads, key_dim) = v.shape, q.shape[2:]
     num_seqs = batch if cu_seqlens is None else len(cu_seqlens) - 1
     value_slices, mean_length = heads * size // PIECE, pl.cdiv(batch * length, num_seqs)
@@ -147,36 +148,42 @@ def _plan(scale: float, config: Config, q, v, cu_seqlens, target: _host.Target) 
     sequences = Sequences(num_seqs, batch * length, cu_seqlens is not None, CHUNK, part_rows)
     return ForwardPlan(
         sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, scale, target.interpreted,
-        config.num_stages, config.state_wgs, config.output_wgs, has_values=True, keeps_all=False,
+        use_qk_l2norm, config.num_stages, config.state_wgs, config.output_wgs, has_values=True, keeps_all=False,
         num_sms=target.num_sms,
     )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
 def _launch(q, k, v, g, beta, initial, cu_seqlens, *, plan: ForwardPlan, params):
-    """(o, final states, (cum, beta, inverse)), of operands without a batch, v in slices of 64."""
+    """(o, final states, (cum, beta, inverse), normed), of operands without a batch, v in slices of 64. `normed` are q
+    and k divided by their norms, and by what their rows were multiplied, if the plan says so; else it is None."""
     sequences = plan.sequences
     cum = cumulative_decays(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
     beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
     places = sequences.places_of_chunks(cu_seqlens)
-    inverse = inverses(*places, k, cum, beta, interpreted=plan.interpreted, params=params)
+    how, normed = dict(interpreted=plan.interpreted, params=params), None
+    if plan.use_qk_l2norm:
+        inverse, *normed = norms_and_inverses(*places, q, k, cum, beta, is_ragged=sequences.is_ragged, **how)
+        q, k, _ = normed
+    else:
+        inverse = inverses(*places, k, cum, beta, **how)
     table, seq = sequences.parts(cu_seqlens)
     starts = initial
     if sequences.part_rows is not None:
         starts, final = starts_of_parts(plan, table, seq, k, v, inverse, cum, beta, initial, params)
     states, o = kernel.launch(plan, table, q, k, v, inverse, cum, beta, starts, params)
-    return o, states if sequences.part_rows is None else final, (cum, beta, inverse)
+    return o, states if sequences.part_rows is None else final, (cum, beta, inverse), normed
 
 
 def _forward(plan: ForwardPlan, q, k, v, g, beta, initial_state, cu_seqlens):
-    """((o, final states), (cum, beta, inverse)); the backward pass needs the second tuple."""
+    """((o, final states), (cum, beta, inverse), normed), as `_launch` has them; the backward pass needs these."""
     rows = lambda x: x.reshape(-1, *x.shape[2:])
     initial = None if initial_state is None else as_states(initial_state, plan.value_slices)
-    o, final, kept = _launch(
+    o, final, *kept = _launch(
         rows(q), rows(k), v.reshape(-1, plan.value_slices, PIECE), rows(g), rows(beta), initial, cu_seqlens,
         plan=plan, params=_host.compiler_params(approx_math=True),
     )  # fmt: skip
-    return (o.reshape(v.shape), final.reshape(-1, plan.heads, v.shape[3], k.shape[3])), kept
+    return (o.reshape(v.shape), final.reshape(-1, plan.heads, v.shape[3], k.shape[3])), *kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -186,8 +193,11 @@ def _gated_delta_rule(plan: ForwardPlan, q, k, v, g, beta, initial_state, cu_seq
 
 def _gated_delta_rule_fwd(plan: ForwardPlan, q, k, v, g, beta, initial_state, cu_seqlens):
     forward = _host.without_derivative("gated_delta_rule", functools.partial(_forward, plan))
-    results, kept = forward(q, k, v, g, beta, initial_state, cu_seqlens)
-    return results, (q, k, v, g, beta, initial_state, cu_seqlens, kept)
+    results, kept, normed = forward(q, k, v, g, beta, initial_state, cu_seqlens)
+    if normed:
+        *of_heads, factors = normed
+        q, k = (x.reshape(q.shape) for x in of_heads)
+    return results, (q, k, v, g, beta, initial_state, cu_seqlens, (*kept, factors if normed else None))
 
 
 def _gated_delta_rule_bwd(plan: ForwardPlan, residuals, cotangents):
@@ -246,8 +256,7 @@ def gated_delta_rule(
       return_final_state: also return the states after the last tokens.
       cu_seqlens: (num_seqs + 1,), integers: where packed sequences begin in a batch of 1, and where the last one ends.
         States then have num_seqs in the place of B. The first one begins at 0.
-      use_qk_l2norm: divide the heads of q and k by sqrt(sum(x**2) + 1e-6) first. XLA does it before the kernels, which
-        read the result in the dtype of `q`.
+      use_qk_l2norm: divide the heads of q and k by sqrt(sum(x**2) + 1e-6) first, in the kernel.
       config: stages, warpgroups and parts; None chooses by the shapes.
       others: arguments that other libraries have, such as `head_first`, if they are None or False.
 
@@ -267,8 +276,7 @@ def gated_delta_rule(
     num_seqs = arguments.check_packed(op, cu_seqlens, batch)
     arguments.check_state(op, "initial_state", initial_state, (num_seqs, heads, size, dim))
     return_final_state = _host.option(op, "return_final_state", return_final_state, bool)
-    if _host.option(op, "use_qk_l2norm", use_qk_l2norm, bool):
-        q, k = arguments.normalized(q), arguments.normalized(k)
+    use_qk_l2norm = _host.option(op, "use_qk_l2norm", use_qk_l2norm, bool)
     scale = dim**-0.5 if scale is None else _host.option(op, "scale", scale, float)
     config = _host.require_config(op, config, Config)
     if 0 in v.shape:
@@ -286,7 +294,7 @@ def gated_delta_rule(
             f"{_host.PACKAGE}.{op}: {config=} needs {need} bytes of shared memory for keys of {dim}, and a block has "
             f"{_device.SMEM_BYTES_MAX}: lower num_stages"
         )
-    plan = _plan(scale, config, q, v, cu_seqlens, target)
+    plan = _plan(scale, config, q, v, cu_seqlens, use_qk_l2norm, target)
     operands = q, k, v, jnp.maximum(g, math.log(LEAST_DECAY)), beta, initial_state, cu_seqlens
     leaves, tree = jax.tree.flatten(operands)
     o, final = _gated_delta_rule(plan, *jax.tree.unflatten(tree, _host.reverse_only(op, *leaves)))

@@ -39,6 +39,13 @@ The shares of dqk and dkk in these are sums of rows and columns: q . (dqk k) are
 
     dg[t] = sum of dcum from t to the end of the chunk
 
+With `use_qk_l2norm` all of this is of q and k divided by their norms. A row u = x f, where f = rsqrt(x . x + epsilon)
+is its factor, has
+
+    dx = f (du - u (u . du))
+
+which `kernel_gradients` applies to dq and dk once value heads are added.
+
 The cost of a chunk of a value head of N = P = 128, in KB of 16-bit operands and in products of 64 x 64 x 64. q, k, dq
 and dk, which value heads share, come on top; a kernel that goes from chunk to chunk has as many blocks as slices, or
 half as many.
@@ -64,9 +71,9 @@ from .plan import BackwardPlan, ForwardPlan
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
-def gradients(q, k, v, initial, cu_seqlens, cum, beta, inverse, do, d_final, *, plan: ForwardPlan, params):
-    """(dq, dk, dv, dg, dbeta, d_initial), of operands without a batch, v and do in slices of 64. `cum`, `beta` and
-    `inverse` are the forward pass's."""
+def gradients(q, k, v, initial, cu_seqlens, cum, beta, inverse, factors, do, d_final, *, plan: ForwardPlan, params):
+    """(dq, dk, dv, dg, dbeta, d_initial), of operands without a batch, v and do in slices of 64. `cum`, `beta`,
+    `inverse` and, where q and k have been normalised, `factors` are the forward pass's."""
     sequences = dataclasses.replace(plan.sequences, part_rows=None)
     plan = dataclasses.replace(plan, sequences=sequences)
     table, _ = sequences.parts(cu_seqlens)
@@ -76,7 +83,7 @@ def gradients(q, k, v, initial, cu_seqlens, cum, beta, inverse, do, d_final, *, 
     dv, d_states, d_initial = kernel_backward.launch(backward, table, q, k, do, inverse, cum, beta, d_final, params)
     places = sequences.places_of_chunks(cu_seqlens)
     dq, dk, pair_sums, sums = kernel_gradients.launch(
-        backward, *places, q, k, do, dv, errors, states, d_states, cum, beta, params
+        backward, *places, q, k, do, dv, errors, states, d_states, cum, beta, factors, params
     )
     dbeta, dcum, by_token, by_value = jnp.moveaxis(sums.sum(2), 2, 0)  # As `kernel_gradients.SUMS` has them.
     dbeta, dcum = dbeta + pair_sums[:, :, 0, kernel_gradients.DBETA], dcum + pair_sums[:, :, 0, kernel_gradients.DCUM]

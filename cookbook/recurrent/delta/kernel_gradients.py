@@ -6,7 +6,8 @@ which `kernel_backward` made, it computes the rest of the derivation in `gradien
 
 Shapes: as in `kernel` and `kernel_backward`; e is transposed, (chunks, slices, 64, 64). dq and dk as q and k: value
 heads that share a key head are added in registers. Two arrays (heads, chunks, warpgroups, 2 or 4, 64) in float32
-are the shares that the warpgroup of pairs and those of columns have in the `SUMS`.
+are the shares that the warpgroup of pairs and those of columns have in the `SUMS`. With `use_qk_l2norm` q and k are the
+normalised ones, and dq and dk the gradients of those before.
 
 Role table: a block goes through tiles, each a chunk of a key head, and in a tile through its value heads and their
 slices; its warpgroups are
@@ -29,6 +30,8 @@ Barrier table, of three rings: `rows` with q and k of tiles, `slices`, and `pair
     pairs.filled[stage]   pairs                        columns, which after a tile's last head put dq and dk in the
                                                        places of q and k: nobody reads these any more
     pairs.freed[stage]    columns                      pairs, before it stores the next matrices
+    exchanged             columns, each having stored  columns, before they add what the others stored: a row of a norm
+                          sums of rows of its piece    has all pieces
 
 Bound by: memory; and the products of a head, each of which waits for the one before.
 """
@@ -46,6 +49,7 @@ from ... import _device, _host
 from ..._device import COLUMNS, PIECE, ROWS, Barrier, Index, Ref, Ring, Tiles, load, product, spread
 from ..sequences import Part
 from ..tiles import Operand, fill_stage, store_rows
+from .kernel_inverse import K, Q
 from .plan import CHUNK, SQUARE, BackwardPlan
 
 # Sums along rows that the kernel returns, a number per token or value: dbeta and dcum; and two terms of the gradient of
@@ -61,13 +65,18 @@ VECTOR_SLOTS = 2 * NUM_STAGES
 
 
 def _copies(plan: BackwardPlan) -> tuple[int, int]:
-    """Copies of q and k, and of a slice: s and ds'; e, do, dr, and cum and beta in two layouts."""
-    return 2 * plan.pieces, 2 * plan.pieces + 7
+    """Copies of q and k and their factors, and of a slice: s and ds'; e, do, dr, and cum and beta in two layouts."""
+    return 2 * plan.pieces + 2 * plan.use_qk_l2norm, 2 * plan.pieces + 7
 
 
 def _scratch(plan: BackwardPlan) -> dict:
     vector, (of_rows, of_slice) = plgpu.SMEM((VECTOR_SLOTS, CHUNK), jnp.float32), _copies(plan)
-    return dict(
+    of_norms = dict(factors_smem=plgpu.SMEM((NUM_STAGES, 2, CHUNK), jnp.float32)) if plan.use_qk_l2norm else {}
+    if plan.use_qk_l2norm and plan.pieces > 1:
+        of_norms |= dict(
+            dots_smem=plgpu.SMEM((2, plan.pieces, 2, CHUNK), jnp.float32), exchanged=_device.barriers(1, plan.pieces)
+        )
+    return of_norms | dict(
         q_smem=plan.rows(NUM_STAGES, plan.pieces),
         k_smem=plan.rows(NUM_STAGES, plan.pieces),
         do_smem=plan.rows(NUM_STAGES, 1),
@@ -118,6 +127,9 @@ class Shared:
     dqk: Ref
     dkk: Ref
     by_pair: Ref  # Scratch of the `pairs` warpgroup.
+    factors: Ref = None  # By what rows of q and k were multiplied.
+    dots: Ref = None  # For tiles in turn, the sums along a row of a piece of q and k by its gradient.
+    exchanged: Barrier = None
 
     @property
     def num_tiles(self):
@@ -194,13 +206,16 @@ def _load(shared: Shared, rows_landed: Barrier, slices_landed: Barrier, gmem: di
 
     @pl.loop(0, shared.num_tiles)
     def _(i):
-        _, key_head, part = shared.tile(i)
+        chunk, key_head, part = shared.tile(i)
         stage = shared.rows.acquire(i)
         operands = [Operand(gmem[name], getattr(shared, name), key_head, plan.pieces) for name in ("q", "k")]
 
         def copy(barrier):
             for operand in operands:
                 operand.copy(part.first_row, CHUNK, stage, barrier)
+            for which in (Q, K) if plan.use_qk_l2norm else ():
+                factors = gmem["factors"].at[which, key_head, chunk]
+                plgpu.copy_gmem_to_smem(factors, shared.factors.at[stage, which], barrier)
 
         fill_stage(part, 0, copy, operands, stage, shared.rows.filled.at[stage], rows_landed, of_rows)
         pl.loop(0, slices_per_tile)(functools.partial(load_slice, i))
@@ -323,6 +338,8 @@ def _add_columns(shared: Shared, p: Index, dq_gmem: Ref, dk_gmem: Ref, sums_gmem
             return dq, dk
 
         dq, dk = _repeat(shared.heads_per_tile, _hidden(i), head, (_zeros(), _zeros()))
+        if plan.use_qk_l2norm:
+            dq, dk = _before_norms(shared, p, i, stage, (q, k), (dq, dk))
         pl.when(i > 0)(lambda: release(i - 1))
         q[...], k[...] = dq.astype(plan.dtype), dk.astype(plan.dtype)
         plgpu.commit_smem()
@@ -371,17 +388,40 @@ def _add_states(shared: Shared, p: Index, i: Index, h: Index, rows, sums_gmem: R
     return dq, dk
 
 
+def _before_norms(shared: Shared, p: Index, i: Index, stage: Index, rows, grads):
+    """The gradients of a piece of rows of q and k before they were normalised: f (du - u (u . du))"""
+    dots = [_row_dots(u, du) for u, du in zip(rows, grads, strict=True)]
+    if shared.dots is not None:
+        # Two places are enough: a warpgroup waits for the next tile's dots of all before it stores here again.
+        of_pieces = shared.dots.at[_device.rem(i, 2)]
+        for which, dot in enumerate(dots):
+            _device.store(of_pieces.at[p, which], dot)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(shared.exchanged)
+        plgpu.barrier_wait(shared.exchanged)
+        pieces = range(shared.plan.pieces)
+        dots = [sum(load(of_pieces.at[piece, which], ROWS) for piece in pieces) for which in (Q, K)]
+    factors = [load(shared.factors.at[stage, which], ROWS) for which in (Q, K)]
+    through = lambda u, du, dot, f: (du - load(u).astype(jnp.float32) * spread(dot, 0)) * spread(f, 0)
+    return [through(*parts) for parts in zip(rows, grads, dots, factors, strict=True)]
+
+
 def _row_dots(x_smem: Ref, y):
     """x . y"""
     return (load(x_smem).astype(jnp.float32) * y).sum(axis=1)
 
 
-def launch(plan: BackwardPlan, first_rows, num_rows, q, k, do, dr, errors, states, d_states, cum, beta, params):
-    """[dq, dk, sums of pairs, sums of columns]. Rows of no sequence are not written."""
+def launch(
+    plan: BackwardPlan, first_rows, num_rows, q, k, do, dr, errors, states, d_states, cum, beta, factors, params
+):
+    """[dq, dk, sums of pairs, sums of columns]. Rows of no sequence are not written. The `factors` of norms may be
+    None."""
     num_chunks = plan.sequences.num_chunks
     gmem = dict(q=q, k=k, do=do, dr=dr, e=errors, s=states, ds=d_states)
     # cum and beta are passed twice: one ref cannot have two layouts.
     gmem |= dict(row_cum=cum, col_cum=cum, row_beta=beta, col_beta=beta)
+    if plan.use_qk_l2norm:
+        gmem |= dict(factors=factors)
     num_blocks = min(num_chunks * plan.key_heads, plan.num_sms)
     return _host.kernel(
         functools.partial(_kernel, plan=plan, num_blocks=num_blocks),

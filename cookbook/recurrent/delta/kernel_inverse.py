@@ -10,6 +10,10 @@ UT transform, fla `solve_tril`.
 Shapes: k (rows, key heads, N), cum and beta (heads, chunks, 64) float32, inverse (heads, chunks, 64, 64) of the dtype
 of k. Tokens that a cut chunk does not have have rows and columns of the unit matrix.
 
+With `use_qk_l2norm` the kernel first divides the rows of q and k by their norms. It stores them for the kernels that
+follow, like k in shape and dtype, and the factors of the rows (2, key heads, chunks, 64) in float32 for their
+gradients.
+
 Role table: one warpgroup per block, which makes the inverses of one chunk for up to four value heads of a key head, one
 after the other. There is no memory warpgroup: three blocks on an SM hide each other's copies. The products of keys with
 keys and the masks are the same for these heads and stay in shared memory.
@@ -19,6 +23,7 @@ Barrier table:
     barrier   arrivals                                      who waits
     filled    copies of the keys, of the masks, and of cum  the warpgroup, once
               (in two layouts) and beta of the heads
+    q_filled  copies of the queries, for norms              the warpgroup of the first block of a key head, once
 
 The algorithm doubles inverted blocks. Cut 1 + lower into blocks of b tokens. Two neighbours on the diagonal, whose
 inverses d1 and d2 are known, and the block e of `lower` between them make a block of 2 b tokens, whose inverse is
@@ -62,13 +67,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
 from ..._device import COLUMNS, PIECE, ROWS, Ref, Tiles, load, product, row_tiles, spread, swizzled
-from ..tiles import Operand
+from ..sequences import Part
+from ..tiles import Operand, normalize, store_rows
 from .plan import CHUNK, SQUARE
 
 HEADS = 4  # Value heads that a block goes through at most.
 BLOCKS = 400  # Blocks that fill a GPU. With fewer a block has fewer heads.
 STRIP = 16  # Columns of a strip: the least depth of a WGMMA.
 STRIPS = range(CHUNK // STRIP)
+Q, K = range(2)  # Places among the factors of the norms.
 LOG2_E = math.log2(math.e)
 
 
@@ -149,14 +156,20 @@ def _inverse(minus_lower, masks_smem: Ref, d_smem: Ref, x_smem: Ref, interpreted
     return inverse
 
 
-def _kernel(first_rows, num_rows, k_gmem, vectors, masks_gmem, o_gmem, *, group: int, interpreted: bool,
-            k_smem, keys_smem, row_cum_smem, col_cum_smem, beta_smem, masks_smem, d_smem, xo_smem,
-            filled):  # fmt: skip
+def _kernel(first_rows, num_rows, k_gmem, q_gmem, vectors, masks_gmem, o_gmem, *normed_gmem, group: int,
+            is_ragged: bool, interpreted: bool, k_smem, keys_smem, row_cum_smem, col_cum_smem, beta_smem, masks_smem,
+            d_smem, xo_smem, filled, q_filled=None):  # fmt: skip
     """`group` value heads share a key head."""
     chunk, unit, num_heads = lax.axis_index("tile"), lax.axis_index("unit"), beta_smem.shape[0]
     first_head, rows = unit * num_heads, num_rows[chunk]
     x_smem, o_smem = xo_smem
-    keys = Operand(k_gmem, Tiles.views(k_smem, interpreted), _device.div(first_head, group), k_gmem.shape[2] // PIECE)
+    key_head, num_pieces = _device.div(first_head, group), k_gmem.shape[2] // PIECE
+    keys = Operand(k_gmem, Tiles.views(k_smem, interpreted), key_head, num_pieces)
+    if normed_gmem:
+        keys_smem, *q_smem = keys_smem
+        queries = Operand(q_gmem, Tiles.views(q_smem[0] if interpreted else q_smem, interpreted), key_head, num_pieces)
+        is_first = _device.rem(first_head, group) == 0  # This block is the first one of its key head.
+        pl.when(is_first)(lambda: queries.copy(first_rows[chunk], CHUNK, 0, q_filled))
 
     keys.copy(first_rows[chunk], CHUNK, 0, filled)
     plgpu.copy_gmem_to_smem(masks_gmem, masks_smem, filled)
@@ -169,9 +182,15 @@ def _kernel(first_rows, num_rows, k_gmem, vectors, masks_gmem, o_gmem, *, group:
         keys.clear(0, rows, interpreted)
         plgpu.commit_smem()
 
+    if normed_gmem:
+        _normalize(first_rows[chunk], rows, keys, queries, is_first, q_filled, normed_gmem, is_ragged, interpreted)
+
     # k kᵀ, of all heads
     pieces = [keys.smem.tiled.at[0, p] for p in range(keys.pieces)]
-    keys_smem[...] = product([(piece, piece.T) for piece in pieces], interpreted)
+    products = product([(piece, piece.T) for piece in pieces], interpreted)
+    if normed_gmem:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # Queries have left the place of the products.
+    keys_smem[...] = products
 
     @pl.loop(0, num_heads)
     def _(head):
@@ -189,23 +208,70 @@ def _kernel(first_rows, num_rows, k_gmem, vectors, masks_gmem, o_gmem, *, group:
     plgpu.wait_smem_to_gmem(0)
 
 
+def _normalize(first, rows, keys: Operand, queries: Operand, is_first, q_filled, out, is_ragged, interpreted):
+    """Normalises the keys, and in the first block of a key head the queries; that block stores both, and the factors of
+    their rows."""
+    normed, factors_gmem = out[:2], out[2]
+    chunk, key_head = lax.axis_index("tile"), keys.head
+    part = Part(first, first + rows, first + rows, chunk, chunk, CHUNK, is_ragged, interpreted)
+
+    def store(which: int, operand: Operand, factors):
+        _device.store(factors_gmem.at[which, key_head, chunk], factors)
+        for p in range(operand.pieces):
+            store_rows(part, Tiles(None, operand.smem.rows.at[0]), p, normed[which], key_head, p, first)
+
+    of_keys = normalize(keys.smem.tiled.at[0], keys.pieces)
+
+    @pl.when(is_first)
+    def _():
+        store(K, keys, of_keys)
+        plgpu.barrier_wait(q_filled)
+
+        @pl.when(rows < CHUNK)
+        def _():
+            queries.clear(0, rows, interpreted)
+            plgpu.commit_smem()
+
+        store(Q, queries, normalize(queries.smem.tiled.at[0], queries.pieces))
+
+
 @functools.partial(jax.jit, static_argnames=("interpreted", "params"))
 def inverses(first_rows, num_rows, k, cum, beta, *, interpreted: bool, params):
     """`inverse` of the chunks that begin at `first_rows` and have `num_rows`."""
+    (inverse,) = _launch(first_rows, num_rows, k, None, cum, beta, False, interpreted, params)
+    return inverse
+
+
+@functools.partial(jax.jit, static_argnames=("is_ragged", "interpreted", "params"))
+def norms_and_inverses(first_rows, num_rows, q, k, cum, beta, *, is_ragged: bool, interpreted: bool, params):
+    """[inverse, q and k normalised, factors]: the factors (2, key heads, chunks, 64), float32, are by what the rows of
+    q and k were multiplied. Rows of no sequence are not written."""
+    return _launch(first_rows, num_rows, k, q, cum, beta, is_ragged, interpreted, params)
+
+
+def _launch(first_rows, num_rows, k, q, cum, beta, is_ragged: bool, interpreted: bool, params):
     heads, chunks, _ = cum.shape
     key_heads, pieces, masks = k.shape[1], k.shape[2] // PIECE, _masks()
     num_heads = heads_of_block(key_heads, heads, chunks)
     narrow = swizzled(STRIP)
     either = (lambda *refs: refs) if interpreted else plgpu.RefUnion
     vectors = plgpu.SMEM((num_heads, CHUNK), jnp.float32)
+    rows = row_tiles((1, pieces, CHUNK, PIECE), k.dtype, interpreted, by_eights=True)
+    keys = plgpu.SMEM(SQUARE, jnp.float32, **swizzled(PIECE // 2, jnp.float32))
+    out_type, of_queries = [jax.ShapeDtypeStruct((heads, chunks, *SQUARE), k.dtype)], {}
+    if q is not None:
+        keys = either(keys, *((rows,) if interpreted else rows.refs))  # Queries leave before the products come.
+        of_queries = dict(q_filled=_device.barriers(1, pieces))
+        out_type += [jax.ShapeDtypeStruct(k.shape, k.dtype)] * 2
+        out_type.append(jax.ShapeDtypeStruct((2, key_heads, chunks, CHUNK), jnp.float32))
     return _host.kernel(
-        functools.partial(_kernel, group=heads // key_heads, interpreted=interpreted),
-        out_type=jax.ShapeDtypeStruct((heads, chunks, *SQUARE), k.dtype),
+        functools.partial(_kernel, group=heads // key_heads, is_ragged=is_ragged, interpreted=interpreted),
+        out_type=out_type,
         grid=(chunks, heads // num_heads),
         grid_names=("tile", "unit"),
         scratch_types=dict(
-            k_smem=row_tiles((1, pieces, CHUNK, PIECE), k.dtype, interpreted, by_eights=True),
-            keys_smem=plgpu.SMEM(SQUARE, jnp.float32, **swizzled(PIECE // 2, jnp.float32)),
+            k_smem=rows,
+            keys_smem=keys,
             row_cum_smem=vectors,
             col_cum_smem=vectors,
             beta_smem=vectors,
@@ -213,7 +279,8 @@ def inverses(first_rows, num_rows, k, cum, beta, *, interpreted: bool, params):
             d_smem=plgpu.SMEM(SQUARE, jnp.float16, **narrow),
             xo_smem=either(plgpu.SMEM(SQUARE, jnp.float16, **narrow), plgpu.SMEM(SQUARE, k.dtype, **swizzled())),
             filled=_device.barriers(1, pieces + 4),
+            **of_queries,
         ),
         compiler_params=params,
         # cum twice: JAX finds no layout for one reference loaded in two.
-    )(first_rows, num_rows, k, (cum, cum, beta), jnp.asarray(masks))
+    )(first_rows, num_rows, k, q, (cum, cum, beta), jnp.asarray(masks))

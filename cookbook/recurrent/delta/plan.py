@@ -27,6 +27,7 @@ class Plan:
     dtype: jnp.dtype
     scale: float
     interpreted: bool
+    use_qk_l2norm: bool
 
     @property
     def value_slices(self) -> int:

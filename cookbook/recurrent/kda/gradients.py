@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of Kimi Delta Attention: three kernels, and what XLA does with their results.
+"""The gradients of Kimi Delta Attention: three kernels, one more for norms, and what XLA does with their results.
 
 The forward pass of a chunk, from the state s before it to s' after it, as in `kernel` and `kernel_prepare`. x[t, j] =
 exp(gc[t] - gc[j]) for each channel; `tril` keeps the pairs with j <= t, `strict` those with j < t. Products with
@@ -38,6 +38,9 @@ gradients need no other product:
 dg is also a running sum of q dq + k dk_plus - beta k dk_minus, but the terms of that cancel: gates that fade a state at
 once would get gradients that are rounding alone. `kernel_gradients` sums what does not cancel.
 
+With `use_qk_l2norm` all of this is of q and k divided by their norms. `kernel_gradients` divides them again, and
+`kernel_norms` goes on to the gradients of q and k themselves.
+
 States and errors are made again, and not kept from the forward pass.
 """
 
@@ -47,43 +50,48 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ... import _host
-from .. import arguments
 from . import kernel, kernel_backward, kernel_gradients
+from .kernel_norms import before_norms
 from .plan import KdaPlan
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
-def gradients(q, k, v, g, beta, initial, cu_seqlens, squares, decay, do, d_final, *, plan: KdaPlan, params):
-    """(dq, dk, dv, dg, dbeta, d_initial), of operands without a batch, v and do in slices of 64. `squares` and `decay`
-    are the forward pass's."""
-    sequences = plan.sequences
+def gradients(q, k, v, g, beta, initial, cu_seqlens, prepared, do, d_final, *, plan: KdaPlan, params):
+    """(dq, dk, dv, dg, dbeta, d_initial), of operands without a batch, v and do in slices of 64. `prepared` is what
+    `kernel_prepare` returned."""
+    sequences, (squares, decay, *factors) = plan.sequences, prepared
     table, _ = sequences.parts(cu_seqlens)
     of_states = dataclasses.replace(plan, state_wgs=1, has_outputs=False)
     states, errors = kernel.launch(of_states, table, v, squares, decay, initial, params)
     dv, d_states, d_initial = kernel_backward.launch(plan, table, do, squares, decay, d_final, params)
-    of_norms = None
-    if plan.use_qk_l2norm:
-        (q, k), of_norms = jax.vjp(_normalized, q, k)
     beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
     places = sequences.places_of_chunks(cu_seqlens)
     dq, dk, dg, dbeta = kernel_gradients.launch(
-        plan, *places, q, k, g.astype(jnp.float32), beta, do, dv, errors, states, d_states, decay, params
+        plan,
+        *places,
+        q,
+        k,
+        g.astype(jnp.float32),
+        beta,
+        do,
+        dv,
+        errors,
+        states,
+        d_states,
+        decay,
+        *factors,
+        params=params,
     )
-    dq, dk = (_of_group(plan, dx, q.shape) for dx in (dq, dk))
+    if plan.use_qk_l2norm:
+        dq, dk = before_norms(q, k, dq, dk, params=params)
+    else:
+        dq, dk = (_of_group(plan, dx, q.shape) for dx in (dq, dk))
     dbeta = sequences.in_rows(dbeta.reshape(plan.heads, plan.pieces, *beta.shape[1:]).sum(1), cu_seqlens)
     dg = dg.reshape(g.shape)
     if sequences.is_packed:  # Nothing is written for rows after the last sequence.
         used = (jnp.arange(len(q)) < sequences.starts(cu_seqlens)[-1])[:, None, None]
         dq, dk, dv, dg = (jnp.where(used, x, jnp.zeros((), x.dtype)) for x in (dq, dk, dv, dg))
-    if of_norms:
-        dq, dk = of_norms((dq, dk))
     return dq, dk, dv, dg, dbeta, d_initial
-
-
-@_host.own_options()
-def _normalized(q, k):
-    return arguments.normalized(q), arguments.normalized(k)
 
 
 def _of_group(plan: KdaPlan, dx, shape):

@@ -20,7 +20,7 @@ ever taken. Two kernels, whose files have the formulas and the tables of roles a
 The backward pass keeps what the first kernel made. It makes the states before all chunks again (`kernel`), then the
 gradients of the states, from the last chunk to the first (`kernel_backward`), and from both the gradients of the
 operands, for all chunks at once (`kernel_gradients`). `gradients.py` derives it all. XLA adds dq and dk over the value
-heads that share a key head, and differentiates the norms.
+heads that share a key head, unless q and k are normalised: then `kernel_norms` does.
 
 Other names of the arguments, and other layouts:
 
@@ -42,6 +42,7 @@ and back by the same. g here are the logarithms of the decays; with `use_gate_in
 Bound by: the stream of what the first kernel hands to the second; where sequences and heads do not fill the GPU, the
 latency of a chunk, three products in a row.
 Not supported: parts of a sequence on several SMs, second derivatives.
+Chapter: notebooks/17c_kda_backward.ipynb.
 Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture" (2025).
 """
 
@@ -138,18 +139,18 @@ def _plan(scale: float, config: Config, q, v, cu_seqlens, use_qk_l2norm: bool, t
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
 def _launch(q, k, v, g, beta, initial, cu_seqlens, *, plan: KdaPlan, params):
-    """(o, final states, (squares, decays)), of operands without a batch, v in slices of 64."""
+    """(o, final states, what `prepare` returns), of operands without a batch, v in slices of 64."""
     sequences = plan.sequences
     beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
     places = sequences.places_of_chunks(cu_seqlens)
     prepared = prepare(*places, q, k, g.astype(jnp.float32), beta, plan=plan, params=params)
     table, _ = sequences.parts(cu_seqlens)
-    states, o = kernel.launch(plan, table, v, *prepared, initial, params)
+    states, o = kernel.launch(plan, table, v, *prepared[:2], initial, params)
     return o, states, prepared
 
 
 def _forward(plan: KdaPlan, q, k, v, g, beta, initial_state, cu_seqlens):
-    """((o, final states), (squares, decays)); the backward pass needs the second pair."""
+    """((o, final states), what `prepare` returns), which the backward pass needs."""
     rows = lambda x: x.reshape(-1, *x.shape[2:])
     initial = None if initial_state is None else as_states(initial_state, plan.value_slices)
     o, final, kept = _launch(
@@ -179,7 +180,7 @@ def _kda_bwd(plan: KdaPlan, residuals, cotangents):
         slices = lambda x: x.reshape(-1, plan.value_slices, PIECE)
         states = lambda x: None if x is None else as_states(x, plan.value_slices)
         *grads, d_initial = gradients(
-            rows(q), rows(k), slices(v), rows(g), rows(beta), states(initial_state), cu_seqlens, *kept,
+            rows(q), rows(k), slices(v), rows(g), rows(beta), states(initial_state), cu_seqlens, kept,
             slices(do.astype(v.dtype)), states(d_final), plan=plan, params=params,
         )  # fmt: skip
         alike = lambda x, dx: dx.reshape(x.shape).astype(x.dtype)

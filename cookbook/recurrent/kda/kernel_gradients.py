@@ -146,7 +146,7 @@ def _kernel(
 
     @pl.when(rows > 0)
     def _():
-        _load(shared, gmem, filled)
+        _load(shared, gmem, vectors.get("factors"), filled)
         split(gates, parts, 0)
         plgpu.commit_smem()
         beta, decay = vectors["row_beta"].at[shared.head, chunk], vectors["decay"].at[unit, chunk]
@@ -172,8 +172,8 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _load(shared: Shared, gmem: dict, filled):
-    """Loads the operands of a unit. Rows of other sequences are zeros."""
+def _load(shared: Shared, gmem: dict, factors_gmem: Ref | None, filled):
+    """Loads the operands of a unit. Rows of other sequences are zeros, and those of q and k normalised by factors."""
     plan, unit, head = shared.plan, shared.unit, shared.head
     p, num_slices = _device.rem(unit, plan.pieces), plan.slices_per_head
     of_keys = plan.key_head(head) * plan.pieces + p
@@ -192,12 +192,19 @@ def _load(shared: Shared, gmem: dict, filled):
         for place, name in ((S, "s"), (DS, "ds")):
             source = gmem[name].at[(*index, slice(None), pl.ds(p * PIECE, PIECE))]
             plgpu.copy_gmem_to_smem(source, shared.states.at[place, j], filled)
+    if plan.use_qk_l2norm:
+        factors = [load(factors_gmem.at[place, head, shared.part.first_chunk], ROWS) for place in (Q, K)]
     plgpu.barrier_wait(filled)
 
     @pl.when(shared.rows < CHUNK)
     def _():
         for operand, place in operands:
             operand.clear(place, shared.rows, plan.interpreted)
+        plgpu.commit_smem()
+
+    if plan.use_qk_l2norm:
+        for place in (Q, K):
+            shared.keys.tiled[place, 0] = (shared.key(place) * spread(factors[place], 0)).astype(plan.dtype)
         plgpu.commit_smem()
 
 
@@ -317,8 +324,11 @@ def _by_blocks(shared: Shared, *grads):
     return lax.fori_loop(0, shared.turns(NUM_BLOCKS), add_block, (*grads, zero + CHUNK // 2))[:-1]
 
 
-def launch(plan: KdaPlan, first_rows, num_rows, q, k, g, beta, do, dr, errors, states, d_states, decay, params):
-    """[dq, dk, dg, dbeta]. Rows of no sequence are not written."""
+def launch(
+    plan: KdaPlan, first_rows, num_rows, q, k, g, beta, do, dr, errors, states, d_states, decay, factors=None, *, params
+):
+    """[dq, dk, dg, dbeta]. Rows of no sequence are not written. With norms q and k are not normalised yet, but dq and
+    dk are of normalised ones."""
     units, chunks = plan.heads * plan.pieces, plan.sequences.num_chunks
     of_units = lambda x: x.reshape(len(x), -1, PIECE)
     of_heads = lambda x: x.reshape(len(x), plan.heads, -1)
@@ -326,6 +336,8 @@ def launch(plan: KdaPlan, first_rows, num_rows, q, k, g, beta, do, dr, errors, s
         q=of_units(q), k=of_units(k), g=of_units(g), do=of_heads(do), dr=of_heads(dr), e=errors, s=states, ds=d_states
     )
     decay = decay.reshape(plan.heads, chunks, plan.pieces, PIECE).swapaxes(1, 2).reshape(units, chunks, PIECE)
+    vectors = dict(decay=decay, row_beta=beta, col_beta=beta)
+    vectors |= {} if factors is None else dict(factors=factors)
     out = (len(g), units, PIECE)
     return _host.kernel(
         functools.partial(_kernel, plan=plan),
@@ -339,4 +351,4 @@ def launch(plan: KdaPlan, first_rows, num_rows, q, k, g, beta, do, dr, errors, s
         scratch_types=_scratch(plan),
         compiler_params=dataclasses.replace(params, reduction_scratch_bytes=0),  # All sums are within warps.
         # beta twice: JAX finds no layout for one reference loaded in two.
-    )(first_rows, num_rows, gmem, dict(decay=decay, row_beta=beta, col_beta=beta))
+    )(first_rows, num_rows, gmem, vectors)

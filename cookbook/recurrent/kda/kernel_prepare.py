@@ -44,13 +44,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from ..._device import COLUMNS, PIECE, ROWS, Ref, Tiles, load, product, row_tiles, spread, swizzled
-from ..delta.kernel_inverse import STRIP, _inverse, _masks
-from ..tiles import Operand
+from ..._device import COLUMNS, PIECE, ROWS, Tiles, load, product, row_tiles, spread, swizzled
+from ..delta.kernel_inverse import STRIP, K, Q, _inverse, _masks
+from ..tiles import Operand, normalize
 from .gates import HALF, NUM_BLOCKS, indices, ones, split, sums, to_boundary
 from .plan import CHUNK, INVERSE, KEYS_READ, SQUARE, WEIGHTS, KdaPlan
-
-NORM_EPSILON = 1e-6  # Under the root, as in fla's l2norm.
 
 
 def _scratch(plan: KdaPlan, masks) -> dict:
@@ -71,17 +69,9 @@ def _scratch(plan: KdaPlan, masks) -> dict:
     )
 
 
-def _normalize(rows_smem: Ref, pieces: int):
-    """Divides the rows, in pieces, by their norms."""
-    rows = [load(rows_smem.at[p]).astype(jnp.float32) for p in range(pieces)]
-    norm = functools.reduce(jnp.add, [(x * x).sum(axis=1) for x in rows]) + NORM_EPSILON
-    for p, x in enumerate(rows):
-        rows_smem[p] = (x * spread(lax.rsqrt(norm), 0)).astype(rows_smem.dtype)
-    plgpu.commit_smem()
-
-
-def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, decay_gmem, *, plan: KdaPlan, q_smem,
-            k_smem, gates_smem, queries_smem, diagonal_smem, masks_smem, rows_smem, columns_smem, filled):  # fmt: skip
+def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, decay_gmem, factors_gmem=None, *,
+            plan: KdaPlan, q_smem, k_smem, gates_smem, queries_smem, diagonal_smem, masks_smem, rows_smem,
+            columns_smem, filled):  # fmt: skip
     chunk, head = lax.axis_index("tile"), lax.axis_index("unit")
     pieces, rows, key_head = range(plan.pieces), num_rows[chunk], plan.key_head(head)
     *gates, parts_smem, inverse_smem = gates_smem
@@ -109,8 +99,9 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
 
         @pl.when(rows > 0)  # In a branch the compiler computes nothing else ahead, for which registers are too few.
         def _():
-            for smem in (q_smem, k_smem):
-                _normalize(smem.tiled.at[0], plan.pieces)
+            for which, smem in ((Q, q_smem), (K, k_smem)):
+                factors = normalize(smem.tiled.at[0], plan.pieces)
+                _device.store(factors_gmem.at[which, head, chunk], factors)
 
     q, k = ([load(smem.tiled.at[0, p]) for p in pieces] for smem in (q_smem, k_smem))
     dots = [(a.astype(jnp.float32) * b.astype(jnp.float32)).sum(axis=1) for a, b in zip(q, k, strict=True)]
@@ -184,7 +175,8 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
 def prepare(first_rows, num_rows, q, k, g, beta, *, plan: KdaPlan, params):
-    """[squares, decays] of the chunks that begin at `first_rows` and have `num_rows`, as `plan.prepared` names them."""
+    """[squares, decays, and factors if there are norms] of the chunks that begin at `first_rows` and have `num_rows`,
+    as `plan.prepared` names them."""
     masks = _masks()
     return _host.kernel(
         functools.partial(_kernel, plan=plan),

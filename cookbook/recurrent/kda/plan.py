@@ -17,7 +17,6 @@ class KdaPlan(Plan):
     order: the inverse, the weights transposed, and in pieces the keys that read, the queries, and the keys that
     write."""
 
-    use_qk_l2norm: bool
     num_stages: int  # Chunks in shared memory.
     state_wgs: int  # Warpgroups, and so slices of a block.
     has_outputs: bool  # Otherwise the states before all chunks and the errors are the results, and not o.
@@ -47,9 +46,12 @@ class KdaPlan(Plan):
 
     @property
     def prepared(self) -> list:
-        """The results of `kernel_prepare`: the squares, and how each channel decays over each chunk, float32."""
+        """The results of `kernel_prepare`: the squares, and how each channel decays over each chunk, float32; and with
+        norms by what it multiplied the rows of q and k, float32."""
         chunks = self.heads, self.sequences.num_chunks
+        factors = [jax.ShapeDtypeStruct((2, *chunks, CHUNK), jnp.float32)] * self.use_qk_l2norm
         return [
             jax.ShapeDtypeStruct((*chunks, self.num_squares, *SQUARE), self.dtype),
             jax.ShapeDtypeStruct((*chunks, self.pieces * CHUNK), jnp.float32),
+            *factors,
         ]

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts' weights of 4 bits: a tuple of arrays in place of one of floats.
+
+    (w, scales)            MXFP4, scales uint16: what `pack_mxfp4` returns
+    (w, scales)            integers from -8 to 7, scales of a floating dtype, a row of them for each group along K
+    (w, scales, zeros)     integers from 0 to 15 with zero points: what `pack_int4_gptq` and `pack_int4_awq` return
+
+Shapes: w (E, N, 8 ceil(K / 64)), scales and zeros (E, groups, N). How many groups there are says how large they are.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ... import _host
+from ..dense.matmul_int4_weights import group_size_of, weights_reference
+from ..dense.matmul_mxfp4_weights import widened
+from ..grouped.ragged_dot_int4_weights import ragged_dot_int4_weights
+from ..grouped.ragged_dot_mxfp4_weights import ragged_dot_mxfp4_weights
+
+
+def arrays_of(op: str, name: str, w):
+    """`w` as an array, or as a tuple of arrays without the parts that are None."""
+    if not isinstance(w, tuple):
+        return _host.as_array(op, name, w)
+    if not 2 <= len(w) <= 3:
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: {name} has {len(w)} parts; must be an array, or (w, scales) or (w, scales, zeros) "
+            "as the packers return them"
+        )
+    return tuple(_host.as_array(op, f"{name}[{i}]", part) for i, part in enumerate(w) if part is not None)
+
+
+def is_mxfp4(w: tuple) -> bool:
+    return w[1].dtype == jnp.uint16
+
+
+def floats(w: tuple, k: int, dtype):
+    """(E, K, N) weights; MXFP4's are exact."""
+    if is_mxfp4(w):
+        return widened(*w, dtype)[:, :k]
+
+    def of_expert(words, scales, zeros=None):
+        return weights_reference(words, scales, zeros, group_size_of(k, len(scales)), k, dtype)
+
+    return jax.vmap(of_expert)(*w)
+
+
+def product(rows, w: tuple, **of_groups):
+    """As `ragged_dot`, with packed weights."""
+    if is_mxfp4(w):
+        return ragged_dot_mxfp4_weights(rows, *w, **of_groups)
+    words, scales, *zeros = w
+    how = dict(zeros=zeros[0]) if zeros else {}
+    group_size = group_size_of(rows.shape[1], scales.shape[-2] if scales.ndim == 3 else 0)
+    return ragged_dot_int4_weights(rows, words, scales, group_size=group_size, **how, **of_groups)
+
+
+def sizes_of(op: str, x, w_gate_up, w_down) -> tuple[int, int]:
+    """E and I of checked weights; the products check the rest."""
+    if not (isinstance(w_gate_up, tuple) and isinstance(w_down, tuple)):
+        raise ValueError(f"{_host.PACKAGE}.{op}: w_gate_up and w_down must both be arrays, or both be packed")
+    (gate_up, down), hidden = (w_gate_up[0], w_down[0]), x.shape[-1] if x.ndim else 0
+    dtypes = (jnp.bfloat16,) if is_mxfp4(w_gate_up) or is_mxfp4(w_down) else (jnp.bfloat16, jnp.float16)
+    if x.dtype not in dtypes:
+        names = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
+        raise ValueError(f"{_host.PACKAGE}.{op}: {x.dtype=}; must be {names} beside these weights: cast it")
+    shapes = f"{_host.PACKAGE}.{op}: w_gate_up[0].shape={gate_up.shape}, w_down[0].shape={down.shape}"
+    if gate_up.ndim != 3 or down.ndim != 3:
+        raise ValueError(f"{shapes}; must be a matrix for each expert")
+    count, columns, _ = gate_up.shape
+    if columns % 16 or down.shape[:2] != (count, hidden):
+        raise ValueError(
+            f"{shapes}; must be (E, 2I, words) and (E, {hidden}, words), of an I that is a multiple of 8: pad it"
+        )
+    return count, columns // 2
