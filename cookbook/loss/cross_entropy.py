@@ -92,8 +92,6 @@ def cross_entropy(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Cross-entropy of each row of logits and its label.
 
-    Rows that are not a multiple of 16 bytes: compiled for Hopper; not run on a GPU yet.
-
     Differentiable once in the logits. If the program needs these no more (they were computed in the same `jit`, or are
     donated to it), their gradient takes their place; not where `jax.shard_map` checks over which axes they vary
     (`check_vma`).

@@ -320,7 +320,7 @@ def linear_cross_entropy(
       return_lse: also return the logarithm of the sum of the exponentials of each row's logits; 0 if it is ignored.
       memory: None: logits take at most 2 GB, in most cases with three products forward and backward. "low": all that is
         kept beside operands and results is about a twentieth of the logits in float32, with four products. The weight's
-        gradient is rounded a few times more then. Compiled for Hopper; not run on a GPU yet.
+        gradient is rounded a few times more then.
       axis_name: axis of a mesh of `jax.shard_map` over which the vocabulary is sharded, in order: V is then that of a
         device, labels are those of all, and each device has all rows, of which it gets the whole loss. Or several axes.
 

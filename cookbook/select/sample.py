@@ -18,7 +18,6 @@ cut up. There are three ways to a token:
   0.9 happens once in about 10**8 rows, `kernel_mass.redraw` goes on.
 
 Bound by: memory (one read; top_p and min_p alone two) and the noise, about 40 instructions per logit.
-Compiled for Hopper; not run on a GPU yet.
 Not supported: gradients; penalties, a bias or a mask (add them to the logits).
 """
 
@@ -148,7 +147,6 @@ def sample(
     NaN counts as -inf; a row of -inf alone gives token 0.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
-    Compiled for Hopper; not run on a GPU yet.
 
     Args:
       logits: (R, V) float32, bfloat16 or float16, 1 <= V <= 2**20.

@@ -11,7 +11,6 @@ selects among those, and the last stage has the row to itself and sorts what is 
 roles and barriers, and the plan is in `plan.py`.
 
 Bound by: memory (one read). Rows that are not a multiple of 16 bytes are loaded in smaller words.
-Compiled for Hopper; not run on a GPU yet.
 Not supported: other axes (move the axis first), k above 2048.
 """
 
@@ -68,7 +67,6 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The k largest values along the last axis, and their indices, as `jax.lax.top_k` has them.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
-    Compiled for Hopper; not run on a GPU yet.
 
     Args:
       x: (..., C) float32, bfloat16, float16 or int32, 1 <= C <= 2**20.

@@ -14,8 +14,8 @@ Role and barrier tables: `kernel.py`, where the operand `a` is w and the operand
 Bound by: the memory that the weights come from with few rows of x, the tensor cores with many.
 
 Not supported: groups out of order (GPTQ's `desc_act`); zero points that are no integers; batches (use `jax.vmap`);
-differentiation. Compiled for Hopper; not run on a GPU yet. Source: Frantar et al., "MARLIN" (2024), for packing
-weights in the order of a warp's operands; GPTQ (2022) and AWQ (2023), for the use.
+differentiation. Source: Frantar et al., "MARLIN" (2024), for packing weights
+in the order of a warp's operands; GPTQ (2022) and AWQ (2023), for the use.
 """
 
 import jax
@@ -70,7 +70,7 @@ def matmul_int4_weights(
     """`x @ ((q - zeros) * scales)`, q being the 4-bit integers of `w`; float32 sums, rounded once.
 
     Weights are packed once, by `cookbook.pack_int4`, or from the layouts of checkpoints by `cookbook.pack_int4_gptq`
-    and `cookbook.pack_int4_awq`. Compiled for Hopper; not run on a GPU yet.
+    and `cookbook.pack_int4_awq`.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 

@@ -12,8 +12,8 @@ Role and barrier tables: `kernel.py`, where the operand `a` is w and the operand
 
 Bound by: the memory that the weights come from with few rows of x, the tensor cores with many.
 
-Not supported: float16; batches (use `jax.vmap`); differentiation. Compiled for Hopper; not run on a GPU yet. Source:
-Open Compute Project, "OCP Microscaling Formats (MX)" (2023); gpt-oss (2025), for the use.
+Not supported: float16; batches (use `jax.vmap`); differentiation. Source: Open Compute
+Project, "OCP Microscaling Formats (MX)" (2023); gpt-oss (2025), for the use.
 """
 
 import jax
@@ -55,8 +55,7 @@ def matmul_mxfp4_weights(
 ) -> jax.Array:
     """The product of `x` and MXFP4 weights, whose values are exact; float32 sums, rounded once.
 
-    `cookbook.pack_mxfp4` packs weights and scales, once, from gpt-oss's layout. Compiled for Hopper; not run on a GPU
-    yet.
+    `cookbook.pack_mxfp4` packs weights and scales, once, from gpt-oss's layout.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 

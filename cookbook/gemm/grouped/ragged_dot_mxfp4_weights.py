@@ -10,8 +10,8 @@ Role and barrier tables: `kernel.py`; weights and scales: `dense/four_bits.py`; 
 
 Bound by: the memory that the weights come from with few rows a group; with many, the tensor cores.
 
-Not supported: float16 rows; biases; batches (use `jax.vmap`); differentiation. Compiled for Hopper; not run on a GPU
-yet. Source: gpt-oss (2025), whose experts these are.
+Not supported: float16 rows; biases; batches (use `jax.vmap`); differentiation. Source: gpt-oss (2025),
+whose experts these are.
 """
 
 import jax
@@ -46,8 +46,7 @@ def ragged_dot_mxfp4_weights(
 ) -> jax.Array:
     """The product of `lhs` and one matrix of MXFP4 weights for each group of rows; weights are exact.
 
-    `cookbook.pack_mxfp4` packs weights and scales, once, from gpt-oss's layout. Compiled for Hopper; not run on a GPU
-    yet.
+    `cookbook.pack_mxfp4` packs weights and scales, once, from gpt-oss's layout.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 

@@ -42,8 +42,6 @@ and back by the same. g here are the logarithms of the decays; with `use_gate_in
 Bound by: the stream of what the first kernel hands to the second; where sequences and heads do not fill the GPU, the
 latency of a chunk, three products in a row.
 Not supported: parts of a sequence on several SMs, second derivatives.
-Compiled for Hopper; not run on a GPU yet. An earlier version was wrong on an H200, for the reason that `kernel_prepare`
-gives beside `zero`.
 Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture" (2025).
 """
 
