@@ -19,7 +19,7 @@ from exercises.judge import (
 
 from cookbook.select import noise
 
-COLUMNS = 1024  # Two groups of 512.
+COLUMNS = 1024  # Two groups of 512; second cases have one.
 
 
 # Exercise 1: how many are equal to it ---------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ def check_kth_and_ties(answer) -> str:
     it."""
     # About 20 different values; then one value alone, and rows without any tie.
     many = jnp.round(2 * normal(1, (2, COLUMNS), jnp.float32)).at[1].set(1.5)
-    few = normal(2, (1, COLUMNS))
+    few = normal(2, (1, COLUMNS // 2))
     for x, k, where in ((many, 50, "with many ties"), (few, 9, "without ties")):
         key, ties = run_kernel(lambda x, k=k: answer(x, k), x)
         keys = _keys(x)
@@ -104,8 +104,11 @@ def check_draw_min_p(answer) -> str:
     """`answer(logits, seeds, positions, min_p)` is a kernel, a draw among the tokens that are at least `min_p` times as
     probable as the most probable one."""
     # At first seeds for which the likely mistakes differ, then some that nobody knows.
-    for min_p, shift, seeds in ((0.2, -4.0, jnp.arange(8, dtype=jnp.int32)), (0.6, 5.0, _new_seeds(4))):
-        x, positions = normal(3, (len(seeds), COLUMNS)) * 2 + shift, 3 * seeds + 1
+    for min_p, shift, seeds, columns in (
+        (0.2, -4.0, jnp.arange(8, dtype=jnp.int32), COLUMNS),
+        (0.6, 5.0, _new_seeds(4), COLUMNS // 2),
+    ):
+        x, positions = normal(3, (len(seeds), columns)) * 2 + shift, 3 * seeds + 1
         tokens = run_kernel(lambda *args, p=min_p: answer(*args, p), x, seeds, positions)
         top, log_p = jnp.max(x, axis=1, keepdims=True), math.log(min_p)
         others = lambda floor, of=(x, seeds, positions): _draws(*of, floor)
@@ -120,8 +123,8 @@ def check_draw_min_p(answer) -> str:
         ]  # fmt: skip
         require_close(tokens, exact, 0, f"with min_p = {min_p}", likely)
     loaded = values_loaded(jaxpr_of(lambda *args: answer(*args, 0.2), x, seeds, positions))
-    if loaded > 2 * COLUMNS + 8:
-        raise NotYet(f"it is right, but a block reads its row {loaded / COLUMNS:.0f} times; two are enough")
+    if loaded > 2 * columns + 8:
+        raise NotYet(f"it is right, but a block reads its row {loaded / columns:.0f} times; two are enough")
     return "A rule about logits and noise that decides among what it keeps: no sum, and no sort."
 
 
@@ -132,10 +135,10 @@ def check_draw_min_p(answer) -> str:
 def check_mass_above(answer) -> str:
     """`answer(logits, candidates)` is a kernel: for each candidate, (R, n) logits, the probability of all tokens of its
     row that are more probable; it reads each row twice at most."""
-    for num, scale, shift in ((8, 2.0, 0.0), (3, 0.5, 200.0)):
-        x = normal(4, (2, COLUMNS)) * scale
+    for num, scale, shift, columns in ((8, 2.0, 0.0, COLUMNS), (3, 0.5, 200.0, COLUMNS // 2)):
+        x = normal(4, (2, columns)) * scale
         x = (jnp.round(x * 8) / 8 + shift).astype(jnp.float32)  # Candidates have equals.
-        candidates = x[:, _columns(num)].at[:, 0].set(jnp.max(x, axis=1))
+        candidates = x[:, _columns(num, columns)].at[:, 0].set(jnp.max(x, axis=1))
         out = run_kernel(answer, x, candidates)
         exact = _shares(x, candidates, np.greater)
         total = np.exp(wide(x) - wide(x).max(1, keepdims=True)).sum(1, keepdims=True)
@@ -151,16 +154,16 @@ def check_mass_above(answer) -> str:
             raise NotYet(f"with logits around {shift:.0f} there are NaNs: subtract the row's largest logit before exp")
         require_close(out, exact, 1e-3, f"with {num} candidates and logits around {shift:.0f}", likely)
     loaded = values_loaded(jaxpr_of(answer, x, candidates))
-    if loaded > 2 * COLUMNS + 4 * candidates.shape[1]:
+    if loaded > 2 * columns + 4 * candidates.shape[1]:
         raise NotYet(
-            f"it is right, but a block reads its row {loaded / COLUMNS:.0f} times; two are enough: one read can make "
+            f"it is right, but a block reads its row {loaded / columns:.0f} times; two are enough: one read can make "
             "all the sums"
         )
     return "Eight questions, one read."
 
 
-def _columns(num: int):
-    return drawn(lambda rng: rng.choice(COLUMNS, num, replace=False), 1)[0]
+def _columns(num: int, columns: int):
+    return drawn(lambda rng: rng.choice(columns, num, replace=False), 1)[0]
 
 
 def _shares(x, candidates, is_above):

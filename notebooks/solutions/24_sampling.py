@@ -22,6 +22,7 @@ exercise-3
   top = jnp.max(largest) => top = largest  # is what you compare with one number for the row
   largest = over(mine, lambda best, x, _: jnp.maximum(best, x), lowest) => largest = over(mine, lambda best, x, _:
     jnp.maximum(best, x), over(mine, lambda best, x, _: jnp.maximum(best, x), lowest))  # 3 times
+  mine = x_gmem.at[row] => mine = x_gmem.at[row, pl.ds(0, 1024)]  # out of bounds
 exercise-4
   x > c => x >= c  # only those above
   above_gmem[row, j] = above / total => above_gmem[row, j] = above  # a share of the row's total
