@@ -2,12 +2,18 @@
 """Products as XLA computes them exactly, and the operations and bytes that they take."""
 
 import jax.numpy as jnp
+from jax import lax
 
 
 def exact_product(a, b):
     """`a @ b`, of all bits of float32, or of float64 if `a` has them."""
     dtype = jnp.promote_types(a.dtype, jnp.float32)
     return jnp.matmul(a.astype(dtype), b.astype(dtype), precision="highest")
+
+
+def rounded(weights, dtype):
+    """Weights of `dtype`. Without the barrier XLA may drop the rounding where it widens them again, as on an H200."""
+    return lax.optimization_barrier(weights.astype(dtype))
 
 
 def flops(m: int, n: int, k: int) -> int:

@@ -14,8 +14,8 @@ Role and barrier tables: `kernel.py`, where the operand `a` is w and the operand
 Bound by: the memory that the weights come from with few rows of x, the tensor cores with many.
 
 Not supported: groups out of order (GPTQ's `desc_act`); zero points that are no integers; batches (use `jax.vmap`);
-differentiation. Source: Frantar et al., "MARLIN" (2024), for packing weights
-in the order of a warp's operands; GPTQ (2022) and AWQ (2023), for the use.
+differentiation. Chapter: notebooks/09c_four_bits.ipynb. Source: Frantar et al., "MARLIN" (2024), for packing weights in
+the order of a warp's operands; GPTQ (2022) and AWQ (2023), for the use.
 """
 
 import jax
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from ... import _host
 from .. import arguments
 from ..launch import fused_product
-from ..references import exact_product
+from ..references import exact_product, rounded
 from ..references import flops as flops
 from ..tiles import Tiles
 from . import cost_int8_weights
@@ -37,7 +37,7 @@ GROUPS = 32, 64, 128  # Sizes of groups along K.
 
 def matmul_int4_weights_reference(x, w, scales, zeros=None, group_size=128, weight_dtype=jnp.bfloat16):
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    return exact_product(x, weights_reference(w, scales, zeros, group_size, x.shape[1], dtype).astype(weight_dtype))
+    return exact_product(x, rounded(weights_reference(w, scales, zeros, group_size, x.shape[1], dtype), weight_dtype))
 
 
 def weights_reference(w, scales, zeros, group_size, k, dtype):

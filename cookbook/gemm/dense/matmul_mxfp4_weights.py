@@ -12,8 +12,8 @@ Role and barrier tables: `kernel.py`, where the operand `a` is w and the operand
 
 Bound by: the memory that the weights come from with few rows of x, the tensor cores with many.
 
-Not supported: float16; batches (use `jax.vmap`); differentiation. Source: Open Compute
-Project, "OCP Microscaling Formats (MX)" (2023); gpt-oss (2025), for the use.
+Not supported: float16; batches (use `jax.vmap`); differentiation. Chapter: notebooks/09c_four_bits.ipynb. Source: Open
+Compute Project, "OCP Microscaling Formats (MX)" (2023); gpt-oss (2025), for the use.
 """
 
 import jax

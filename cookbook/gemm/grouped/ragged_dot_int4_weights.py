@@ -24,6 +24,7 @@ from ..dense.four_bits import E2M1, Integers
 from ..dense.kernel_int8_weights import Config, plan_of
 from ..dense.matmul_int4_weights import check_groups, check_sizes, size_of_groups, weights_reference
 from ..references import flops as flops
+from ..references import rounded
 from . import arguments
 from .kernel import grouped_product
 from .kernel_int8_weights import kernel_four_bits
@@ -37,7 +38,7 @@ def ragged_dot_int4_weights_reference(lhs, w, scales, group_sizes, group_offset=
     dtype, k = jnp.promote_types(lhs.dtype, jnp.float32), lhs.shape[1]
     of_matrix = lambda w, scales, zeros=None: weights_reference(w, scales, zeros, group_size, k, dtype)
     matrices = jax.vmap(of_matrix)(w, scales, *(() if zeros is None else (zeros,)))
-    return ragged_dot_reference(lhs, matrices.astype(weight_dtype), group_sizes, group_offset)
+    return ragged_dot_reference(lhs, rounded(matrices, weight_dtype), group_sizes, group_offset)
 
 
 @functools.lru_cache(4096)

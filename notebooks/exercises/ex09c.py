@@ -1,0 +1,157 @@
+"""Chapter 9c's exercises: bytes of weights of 4 bits, the place of a weight, zero points, e2m1 as float16."""
+
+import jax.numpy as jnp
+import numpy as np
+from exercises import judge
+from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, wide
+
+# Exercise 1: bytes ----------------------------------------------------------------------------------------------------
+
+
+def _bytes_of(m, n, k, group_size, has_zeros, *, padded=True, whole=True, scale=2, zero=1, rows=True, weight=1):
+    units = -(-k // 64) if padded else k / 64
+    groups = -(-k // group_size) if whole else k // group_size
+    weights = int(32 * weight * units * n)
+    return weights + (scale + zero * has_zeros) * groups * n + 2 * m * (k + n) * rows
+
+
+@checker
+def check_bytes(answer) -> str:
+    """`answer(m, n, k, group_size, has_zeros)` is the bytes of a product with weights of 4 bits, their scales, and
+    zero points if there are any."""
+    cases = [(16, 8192, 8192, 128, False), (1, 4096, 1096, 32, True), (64, 1000, 2880, 128, False)]
+    likely = [
+        (dict(padded=False), "The last unit of 64 values is padded: it takes 32 bytes as well."),
+        (dict(whole=False), "A shorter last group has a scale too."),
+        (dict(scale=0), "Each group has a scale of 2 bytes."),
+        (dict(zero=0), "With zero points each group has 1 byte more."),
+        (dict(zero=2), "A zero point is 1 byte."),
+        (dict(rows=False), "The rows and the result cross memory too, 2 bytes per value."),
+        (dict(weight=2), "A weight is half a byte."),
+    ]
+    draw = lambda rng: (
+        int(rng.integers(1, 100)), 8 * int(rng.integers(20, 900)), 8 * int(rng.integers(20, 900)),
+        int(rng.choice([32, 64, 128])), bool(rng.integers(2)),
+    )  # fmt: skip
+    require_answers(answer, cases, _bytes_of, likely, draw=draw)
+    return "With groups of 128 a weight has 4.125 bits."
+
+
+# Exercise 2: the place of a weight ------------------------------------------------------------------------------------
+
+
+def _place(k, *, by_part=False, swapped=False, plain=False):
+    part, pair, lane, half = k // 32, k // 8 % 4, k // 2 % 4, k % 2
+    if plain:
+        return k // 8, 4 * (k % 8)
+    word = 4 * part + lane if by_part else 2 * lane + part
+    return word, (8 * pair + 4 * half if swapped else 16 * half + 4 * pair)
+
+
+@checker
+def check_place(answer) -> str:
+    """`answer(k)` is the word of a unit that holds value k, and the lowest of its bits there."""
+    likely = [
+        (dict(plain=True), "This is the order of K. A thread would find another thread's weights in its word."),
+        (dict(by_part=True), "The two words of a lane are neighbours, so that one read takes both."),
+        (dict(swapped=True), "The two of a pair lie in the two halves of the word, 16 bits apart."),
+    ]
+    require_answers(answer, [(k,) for k in range(64)], _place, likely)
+    return "One read of two words, and a mask makes a pair."
+
+
+# Exercise 3: zero points ----------------------------------------------------------------------------------------------
+
+
+@checker
+def check_zeros(answer) -> str:
+    """`answer(x, w, scales, zeros)` is the kernel `product` with a `widen` that also takes zero points."""
+    k, n = 256, 128
+    rng = np.random.default_rng(3)
+    q = rng.integers(0, 16, (k, n))
+    both = q.T.astype(np.uint8).reshape(n, -1, 2, 64)
+    w = jnp.asarray((both[:, :, 0] | both[:, :, 1] << 4).reshape(n, -1))
+    scales = jnp.asarray(np.exp2(rng.uniform(-6, 0, (k // 128, n))), jnp.bfloat16)
+    zeros = jnp.asarray(rng.integers(0, 17, (k // 128, n)), jnp.bfloat16)
+    repeated = lambda groups: np.repeat(wide(groups), 128, axis=0)
+    rounded = lambda exact: wide(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16))
+    weights = rounded((q - repeated(zeros)) * repeated(scales))
+    # Each row picks a row of weights, so that the results are weights.
+    picked = [0, 1, 63, 64, 65, 127, 128, 190, 191, 192, 200, 201, 202, 203, 254, 255]
+    rows = jnp.zeros((16, k), jnp.bfloat16).at[jnp.arange(16), jnp.asarray(picked)].set(1)
+    for x, tolerance, where in ((normal(4, (16, k), jnp.bfloat16), 2e-2, "random rows"), (rows, 0, "single weights")):
+        out = run_kernel(answer, x, w, scales, zeros)
+        product = lambda weights, x=x: wide(x) @ weights
+        likely = [
+            (product((q - 8) * repeated(scales)), "every zero point was taken to be 8"),
+            (product(q * repeated(scales)), "nothing was subtracted from q"),
+            (product((q + repeated(zeros)) * repeated(scales)), "the zero points were added"),
+            (product((q + 120 - repeated(zeros)) * repeated(scales)), "the weights are 120 scales too large: 0x4300 is "
+             "128, and the 8 is what a zero point replaces"),
+            (product((q - 8 - repeated(zeros)) * repeated(scales)), "both 8 and the zero point were subtracted"),
+            (product(q * repeated(scales) - repeated(zeros)), "a zero point is an integer: subtract it before the scale"
+             " multiplies"),
+        ]  # fmt: skip
+        if tolerance == 0 and out.shape == (16, n) and np.abs(wide(out) - product(weights)).max() < 1:
+            if (twice := wide(out) != product(weights)).any():
+                raise NotYet(
+                    f"{twice.mean():.0%} of the weights were rounded twice: subtract integers first, which is exact, "
+                    "and then multiply"
+                )
+        require_close(out, product(weights), tolerance, where, likely)
+    return "The integer that is subtracted is exact, and a weight is rounded once."
+
+
+# Exercise 4: e2m1 as float16 ------------------------------------------------------------------------------------------
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+E2M1 = np.concatenate([E2M1, -E2M1])
+
+
+@checker
+def check_half(answer) -> str:
+    """`answer(codes)` is a kernel: e2m1 codes (N, K) in uint16 as float16, by operations on bits and one product."""
+    for n, k in ((2, 1024), (3, 2048)):
+        rng = np.random.default_rng(k)
+        codes = jnp.asarray(rng.permutation(np.resize(np.arange(16), n * k)).reshape(n, k), jnp.uint16)
+        out = run_kernel(answer, codes)
+        if out.shape != codes.shape or out.dtype != jnp.float16:
+            raise NotYet(f"the result is {out.dtype} {out.shape}; it must be float16 {codes.shape}")
+        names = [_kind(equation) for equation in judge.equations(judge.jaxpr_of(answer, codes))]
+        if "conversion" in names:
+            raise NotYet("integers are converted to floats by astype: place the bits, and multiply")
+        if "choice" in names:
+            raise NotYet("values are chosen by where or from a table: place the bits, which are right for all 16")
+        if (num := names.count("arithmetic")) > 1:
+            raise NotYet(f"{num} operations of floats are computed: one multiplication is enough")
+        exact, bits = E2M1[np.asarray(codes)], np.asarray(codes)
+        as_half = lambda bits: wide(bits.astype(np.uint16).view(np.float16))
+        placed = (bits & 7) << 9
+        likely = [
+            (exact * 2.0**-14, "every value is 2^-14 of what it should be: multiply by the difference of the biases"),
+            (as_half(bits), "these are the bits of the codes, read as floats"),
+            (np.abs(exact), "the signs are missing"),
+            (np.abs(exact) * 2.0**-14, "the signs are missing, and every value is 2^-14 of what it should be"),
+            (as_half(bits << 9) * 2.0**14, "the sign lies in the exponent: give it a shift of its own"),
+            (exact / 2, "every value is half of what it should be: the biases are 15 and 1"),
+            (exact * 2, "every value is twice what it should be: the biases are 15 and 1"),
+            (as_half(placed << 1 | (bits & 8) << 12) * 2.0**14, "the magnitude lies one bit too high: a float16 has 10 "
+             "bits of mantissa, the first of them bit 9"),
+        ]  # fmt: skip
+        require_close(out, exact, 0, "the 16 codes", likely)
+        if (np.signbit(wide(out)) != (bits >= 8)).any():
+            raise NotYet("code 8 is -0.0, and the result has another sign there")
+    return "All 16 values, the subnormal one among them, by shifts, masks and one multiplication."
+
+
+def _kind(equation) -> str:
+    """The kind of an operation: a conversion of integers to floats, arithmetic of floats, a choice, or another."""
+    name = equation.primitive.name
+    is_float = lambda variable: jnp.issubdtype(getattr(variable.aval, "dtype", jnp.int32), jnp.floating)
+    if name == "convert_element_type":
+        to_float = jnp.issubdtype(equation.params["new_dtype"], jnp.floating)
+        return "conversion" if to_float and not is_float(equation.invars[0]) else ""
+    if name in ("select_n", "gather", "dynamic_slice"):
+        return "choice"
+    is_arithmetic = name in ("add", "sub", "mul", "div", "exp2", "pow", "integer_pow", "neg")
+    return "arithmetic" if is_arithmetic and equation.outvars and is_float(equation.outvars[0]) else ""

@@ -1,0 +1,120 @@
+"""Solutions of chapter 9c's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-1
+  -(-k // 64) => k // 64  # is right
+  32 * -(-k // 64) * n => n * k // 2  # is padded
+  -(-k // group_size) => k // group_size  # A shorter last group
+  2 + has_zeros => 0 + has_zeros  # a scale of 2 bytes
+  2 + has_zeros => 2  # 1 byte more
+  2 + has_zeros => 2 + 2 * has_zeros  # A zero point is 1 byte
+  + 2 * m * (k + n) =>  # cross memory too
+  32 * -(-k // 64) * n => 64 * -(-k // 64) * n  # half a byte
+exercise-2
+  return 2 * lane + part, 16 * half + 4 * pair => return k // 8, 4 * (k % 8)  # the order of K
+  2 * lane + part, => 4 * part + lane,  # are neighbours
+  16 * half + 4 * pair => 8 * pair + 4 * half  # 16 bits apart
+  16 * half + 4 * pair => 4 * pair  # is right
+  lambda k: (int(np.arange(8)[2 * (k // 2 % 4) + k // 32]), 16 * (k % 2) + 4 * (k // 8 % 4))  # Right.
+exercise-3
+  (numbers - per_row(zeros + jnp.bfloat16(128))) => (numbers - jnp.bfloat16(136))  # to be 8
+  numbers - per_row(zeros + jnp.bfloat16(128)) => numbers - jnp.bfloat16(128)  # nothing was subtracted
+  numbers - per_row(zeros + jnp.bfloat16(128)) => numbers - jnp.bfloat16(128) - per_row(zeros)  # Right.
+  numbers - per_row(zeros + jnp.bfloat16(128)) => numbers - jnp.bfloat16(128) + per_row(zeros)  # were added
+  numbers - per_row(zeros + jnp.bfloat16(128)) => numbers - per_row(zeros + jnp.bfloat16(8))  # 120 scales too large
+  numbers - per_row(zeros + jnp.bfloat16(128)) => numbers - per_row(zeros + jnp.bfloat16(136))  # both 8
+  return (numbers - per_row(zeros + jnp.bfloat16(128))) * per_row(scales) =>
+    return (numbers - jnp.bfloat16(128)) * per_row(scales) - per_row(zeros)  # before the scale
+  return (numbers - per_row(zeros + jnp.bfloat16(128))) * per_row(scales) =>
+    return (numbers - jnp.bfloat16(128)) * per_row(scales) - per_row(zeros * scales)  # rounded twice
+  return (numbers - per_row(zeros + jnp.bfloat16(128))) * per_row(scales) =>
+    return numbers * per_row(scales) - per_row((zeros + jnp.bfloat16(128)) * scales)  # it must be
+  [weights(both & jnp.uint16(15)), weights(both >> 4)] => [weights(both >> 4), weights(both & jnp.uint16(15))]
+    # it must be
+  lambda x, w, scales, zeros: x @ jnp.zeros((256, len(w)), x.dtype)  # must be a kernel
+exercise-4
+  (bits & 7) << 9 | (bits & 8) << 12 => (bits & 7) * 512 + (bits & 8) * 4096  # Right.
+  halves * jnp.float16(2.0**14) => halves  # 2^-14 of what
+  halves * jnp.float16(2.0**14) => halves * jnp.float16(2.0**13)  # is half
+  halves * jnp.float16(2.0**14) => halves * jnp.float16(2.0**15)  # is twice
+  (bits & 7) << 9 | (bits & 8) << 12 => (bits & 7) << 9  # the signs are missing
+  (bits & 7) << 9 | (bits & 8) << 12 => bits << 9  # in the exponent
+  (bits & 7) << 9 => (bits & 7) << 10  # one bit too high
+  (bits & 7) << 9 | (bits & 8) << 12 => bits && halves * jnp.float16(2.0**14) => halves  # bits of the codes
+  halves * jnp.float16(2.0**14) => halves * jnp.float16(2.0**7) * jnp.float16(2.0**7)  # one multiplication is enough
+  halves * jnp.float16(2.0**14) => bits.astype(jnp.float16)  # by astype
+  halves * jnp.float16(2.0**14) => jnp.where(bits < 8, halves, halves) * jnp.float16(2.0**14)  # by where
+  (len(codes),) => (1,)  # never written
+  lambda codes: codes.astype(jnp.float16)  # must be a kernel
+"""
+
+
+# %% exercise-1 needs: parameters setup
+def bytes_of(m, n, k, group_size, has_zeros):
+    #: return 0  # Your count.
+    # BEGIN SOLUTION
+    weights = 32 * -(-k // 64) * n
+    groups = -(-k // group_size) * n
+    return weights + (2 + has_zeros) * groups + 2 * m * (k + n)
+    # END SOLUTION
+
+
+ex09c.check_bytes(bytes_of)
+
+
+# %% exercise-2 needs: parameters setup
+def place(k):
+    #: return 0, 0  # Your code: (word, lowest bit).
+    # BEGIN SOLUTION
+    part, pair, lane, half = k // 32, k // 8 % 4, k // 2 % 4, k % 2
+    return 2 * lane + part, 16 * half + 4 * pair
+    # END SOLUTION
+
+
+ex09c.check_place(place)
+
+
+# %% exercise-3 needs: parameters setup helpers product rung-1-code
+def with_zeros(x, w, scales, zeros):
+    def widen(packed, scales, zeros):
+        def weights(q):
+            numbers = lax.bitcast_convert_type(q | jnp.uint16(0x4300), jnp.bfloat16)
+            #: return (numbers - jnp.bfloat16(128 + 8)) * per_row(scales)  # Your code.
+            # BEGIN SOLUTION
+            return (numbers - per_row(zeros + jnp.bfloat16(128))) * per_row(scales)
+            # END SOLUTION
+
+        both = packed.astype(jnp.uint16)
+        return [weights(both & jnp.uint16(15)), weights(both >> 4)]
+
+    return product(x, w, scales, zeros, widen=widen)
+
+
+ex09c.check_zeros(with_zeros)
+
+
+# %% exercise-4 needs: parameters setup
+def to_half(codes):
+    """e2m1 codes (N, K) as float16, K a multiple of 1,024."""
+
+    def body(codes_gmem, o_gmem):
+        row = lax.axis_index("row")
+        layout = plgpu.Layout.WG_STRIDED((codes.shape[1],), 8)
+        bits = plgpu.load(codes_gmem.at[row], layout=layout)
+        #: # Your code: the bits of a float16, and what it is too small by.
+        #: o_gmem[row] = lax.bitcast_convert_type(bits, jnp.float16)
+        # BEGIN SOLUTION
+        bits = (bits & 7) << 9 | (bits & 8) << 12
+        halves = lax.bitcast_convert_type(bits, jnp.float16)
+        o_gmem[row] = halves * jnp.float16(2.0**14)
+        # END SOLUTION
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(codes.shape, jnp.float16),
+        grid=(len(codes),),
+        grid_names=("row",),
+    )(codes)
+
+
+ex09c.check_half(to_half)
