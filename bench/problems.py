@@ -1192,6 +1192,7 @@ CASES += [
 # Rows, columns, k and the TB/s that milliseconds of 0.020, 0.040, 0.010 and 0.060 are: logits of decoding.
 SELECTIONS = ((64, 128256, 50, 1.64), (64, 128256, 1024, 0.82), (1, 128256, 50, 0.051), (256, 151936, 20, 2.59))
 CASES += [_top_k(*size, target=Target("xla", rate=rate)) for *size, rate in SELECTIONS]
+CASES += [_top_k(4096, 64, 8, target=ABOVE_XLA)]  # A router's.
 CASES += [  # 0.014 ms and 0.030 ms.
     _sample(64, 128256, target=Target("xla", rate=2.35)),
     _sample(64, 128256, "_p0.9", top_p=0.9, target=Target("xla", rate=1.09)),

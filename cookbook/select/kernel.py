@@ -28,8 +28,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
 from .._device import WARPGROUP, Ref
-from . import threads
-from .plan import Plan, plan_of
+from . import logits, threads
+from .logits import Logits
+from .plan import VALUES, Plan, plan_of
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
@@ -51,10 +52,11 @@ def from_key(key, dtype):
     return lax.bitcast_convert_type(key if bits == 32 else key.astype(jnp.int16), dtype)
 
 
-def search(count, k: int, most: int, low, reached):
+def search(count, k: int, most: int, low, high, reached):
     """(threshold, count): the highest threshold that at least `k` keys reach, or one that at most `most` do.
 
-    `count(threshold)` keys reach a threshold. `low` is one that `reached` keys do, at least `k`.
+    `count(threshold)` keys reach a threshold. `low` is one that `reached` keys do, at least `k`; `high` is no key's, or
+    the highest key.
     """
 
     def halve(state):
@@ -65,7 +67,7 @@ def search(count, k: int, most: int, low, reached):
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1), jnp.where(enough, here, reached)
 
     going_on = lambda state: (state[0] < state[1]) & (state[2] > most)
-    low, _, reached = lax.while_loop(going_on, halve, (low, jnp.int32(HIGHEST), reached))
+    low, _, reached = lax.while_loop(going_on, halve, (low, high, reached))
     return low, reached
 
 
@@ -106,15 +108,20 @@ class Part:
         """Those of piece `p` of `ref`, a row in global memory."""
         return _device.load(ref.at[pl.ds(self._turn(p)[1], self.plan.piece)], self._layout)
 
-    def load(self, x_gmem, key_of, interpreted: bool):
+    def logits(self, row: Logits, p, interpreted: bool):
+        """Those of piece `p` of a row, changed."""
+        bits = lambda ref: threads.bits(ref, self.place(p), self.plan.vec, interpreted)
+        return row.read(lambda ref: self.values(ref, p), bits)
+
+    def load(self, x: Logits, key_of, interpreted: bool):
         """Fills `keys_smem`. Returns the maxima of groups of keys."""
         plan = self.plan
 
         def some(g, maxima):
             pieces = [g * plan.unroll + u for u in range(plan.unroll)]
-            loaded = [self.values(x_gmem, p) for p in pieces]  # All in flight at once.
-            for p, x in zip(pieces, loaded, strict=True):
-                keys = jnp.where(self.is_fresh(p), key_of(x, self.place(p)), LOWEST)
+            loaded = [self.logits(x, p, interpreted) for p in pieces]  # All in flight at once.
+            for p, values in zip(pieces, loaded, strict=True):
+                keys = jnp.where(self.is_fresh(p), key_of(values, self.place(p)), LOWEST)
                 _device.store(self._at(p), keys)
                 maxima = jnp.maximum(maxima, threads.fold(keys, plan.num_maxima, plan.vec, interpreted))
             return maxima
@@ -131,52 +138,69 @@ class Part:
         """The columns of piece `p`."""
         return self._turn(p)[1] + self.column()
 
-    def _rank(self, p, last):
-        """The indices of piece `p`, which are loaded where `last` is a bound at all."""
-        if self.index_gmem is None:
-            return self.place(p)
-        return lax.cond(last < HIGHEST, lambda: self.values(self.index_gmem, p), lambda: self.place(p))
+    def _rank(self, p):
+        """The indices of piece `p`."""
+        return self.place(p) if self.index_gmem is None else self.values(self.index_gmem, p)
 
     def taken(self, p, threshold, last):
         """Which keys of piece `p` are above the threshold, or at it with an index up to `last`: 1, otherwise 0."""
         key = self.key(p)
-        tied = (key == threshold) & self.is_fresh(p) & (self._rank(p, last) <= last)
-        return ((key > threshold) | tied).astype(jnp.int32)
+
+        def exactly():
+            tied = (key == threshold) & self.is_fresh(p) & (self._rank(p) <= last)
+            return ((key > threshold) | tied).astype(jnp.int32)
+
+        # Keys that stand for no column are the lowest.
+        is_simple = (last == HIGHEST) & (threshold > LOWEST)
+        return lax.cond(is_simple, lambda: (key >= threshold).astype(jnp.int32), exactly)
 
     def num_taken(self, threshold, last):
         """How many are, of those that have the same place in their pieces."""
         return self.over(lambda p, so_far: so_far + self.taken(p, threshold, last), self.column() * 0)
 
-    def _num_reaching(self, threshold):
+    def num_reaching(self, threshold):
+        """How many keys reach it, of those that have the same place in their pieces."""
         count = lambda p, so_far: so_far + (self.key(p) >= threshold).astype(jnp.int32)
-        return jnp.sum(self.over(count, self.column() * 0))
+        return self.over(count, self.column() * 0)
 
-    def threshold(self, maxima):
-        """(threshold, last), by which at least `k` keys are taken, if there are as many, and at most `slots`."""
-        plan, low = self.plan, jnp.int32(LOWEST)
+    def bound(self, maxima):
+        """(threshold, last, counts): by which at least `k` keys are taken, if there are as many, and at most `slots`;
+        and how many are, of those that have the same place in their pieces."""
+        plan, low, high = self.plan, jnp.int32(LOWEST), jnp.int32(HIGHEST)
         if plan.part <= plan.slots:
-            return low, jnp.int32(HIGHEST)
+            return low, high, self.num_taken(low, high)
+        top = jnp.max(maxima)
         if plan.k == 1:
-            low = jnp.max(maxima)
+            low = top
         elif plan.num_maxima >= plan.k:
             count = lambda threshold: jnp.sum((maxima >= threshold).astype(jnp.int32))
-            low, _ = search(count, plan.k, plan.k + plan.k // 8, low, jnp.int32(plan.num_maxima))
-        low, reached = search(self._num_reaching, plan.k, plan.slots, low, self._num_reaching(low))
-        # Too many keys are equal: how far the indices go, as what is highest of their complements.
-        count = lambda complement: jnp.sum(self.num_taken(low, ~complement))
-        return low, ~search(count, plan.k, plan.slots, jnp.int32(LOWEST), reached)[0]
+            # Few maxima for each key that is wanted stand for more keys: those are not to be too many.
+            most = plan.k + plan.k // (8 if plan.num_maxima >= 4 * plan.k else 32)
+            low, _ = search(count, plan.k, most, jnp.min(maxima), top, jnp.int32(plan.num_maxima))
+        counts = self.num_reaching(low)
+        reached = jnp.sum(counts)
+
+        def go_on():
+            count = lambda threshold: jnp.sum(self.num_reaching(threshold))
+            threshold, still = search(count, plan.k, plan.slots, low, top, reached)
+            # Too many keys are equal: how far the indices go, as what is highest of their complements.
+            count = lambda complement: jnp.sum(self.num_taken(threshold, ~complement))
+            last = ~search(count, plan.k, plan.slots, jnp.int32(LOWEST), high, still)[0]
+            return threshold, last, self.num_taken(threshold, last)
+
+        # Mostly there are few enough, and they are counted already.
+        return lax.cond((reached <= plan.slots) & (low > LOWEST), lambda: (low, high, counts), go_on)
 
 
-def _collect(part: Part, x_gmem, key_of, key_smem, index_smem, scan_smem, interpreted: bool):
+def _collect(part: Part, x: Logits, key_of, key_smem, index_smem, scan_smem, interpreted: bool):
     """Writes the keys of a part that are taken, and their indices, into the slots."""
     plan = part.plan
     slot = plgpu.broadcasted_iota(jnp.int32, (plan.slots,), 0, layout=threads.PER_THREAD)
     _device.store(key_smem, jnp.where(slot < 0, slot, LOWEST))  # A constant would need 256 slots at a time.
     _device.store(index_smem, slot + (plan.pad + lax.axis_index("part") * plan.slots))
-    maxima = part.load(x_gmem, key_of, interpreted)
-    bound = part.threshold(maxima)
-    counts = threads.totals(part.num_taken(*bound), plan.vec, interpreted)
-    free = threads.before(counts, scan_smem, interpreted)
+    maxima = part.load(x, key_of, interpreted)
+    *bound, counts = part.bound(maxima)
+    free = threads.before(threads.totals(counts, plan.vec, interpreted), scan_smem, interpreted)
     refs = key_smem, index_smem
     put = lambda p, free: threads.put(
         refs, part.taken(p, *bound), (part.key(p), part.place(p)), free, plan.vec, interpreted
@@ -222,56 +246,70 @@ def sort(key_smem, index_smem, interpreted: bool):
     return lax.fori_loop(0, stages * (stages + 1) // 2, step, state)[:2]
 
 
-def _select(x_gmem, *refs, plan: Plan, num_of_row: int, key_of, interpreted: bool):
-    of_row, refs = refs[:num_of_row], refs[num_of_row:]
-    *index_gmem, out_gmem, out_index_gmem, keys_smem, key_smem, index_smem, scan_smem = refs
+def _select(*refs, plan: Plan, of_refs, num: int, key_of, finish, interpreted: bool):
+    x, of_row, index_gmem, numbers = of_refs(refs[:num])
+    *outs, keys_smem, key_smem, index_smem, scan_smem = refs[num:]
     row, part = lax.axis_index("rows"), lax.axis_index("part")
-    key_here = functools.partial(key_of, *(ref[row] for ref in of_row))
-    here = Part(plan, index_gmem[0].at[row] if index_gmem else None, keys_smem)
-    _collect(here, x_gmem.at[row], key_here, key_smem, index_smem, scan_smem, interpreted)
+    here = Part(plan, None if index_gmem is None else index_gmem.at[row], keys_smem)
+    key_here = functools.partial(key_of, *(logits.number_of(ref, row) for ref in of_row))
+    _collect(here, x.of_row(row), key_here, key_smem, index_smem, scan_smem, interpreted)
     layout = threads.PER_THREAD
     if plan.num_parts > 1:
         here = pl.ds(part * plan.slots, plan.slots)
-        _device.store(out_gmem.at[row, here], _device.load(key_smem, layout))
-        _device.store(out_index_gmem.at[row, here], _device.load(index_smem, layout))
+        for out_gmem, smem in zip(outs, (key_smem, index_smem), strict=True):
+            _device.store(out_gmem.at[row, here], _device.load(smem, layout))
         return
     key, index = sort(key_smem, index_smem, interpreted)
     slot = plgpu.broadcasted_iota(jnp.int32, (plan.slots,), 0, layout=layout)
+    if finish is not None:
+        numbers = [logits.number_of(ref, row) for ref in numbers]
+        outs[0][row] = finish(numbers, key, index, slot, key_smem, interpreted)
+        return
     wanted = jnp.where(slot < plan.k, slot, -1)
-    threads.scatter(out_gmem.at[row], wanted, from_key(key, out_gmem.dtype), 1, interpreted)
-    threads.scatter(out_index_gmem.at[row], wanted, index, 1, interpreted)
+    for out_gmem, value in zip(outs, (from_key(key, outs[0].dtype), index), strict=True):
+        threads.scatter(out_gmem.at[row], wanted, value, layout, interpreted)
 
 
 def plain_key(x, column):
     return to_key(x)
 
 
-def select(plan: Plan, x, index, dtype, target: _host.Target, params, key_of=plain_key, of_row=()):
-    """(keys, indices) of (rows, parts * slots), int32; of one part, (values, indices) of (rows, k) in order.
+def select(plan: Plan, x: Logits, index, dtype, target: _host.Target, params, key_of=plain_key, of_row=(), finish=None,
+           numbers=()):  # fmt: skip
+    """(keys, indices) of (rows, parts * slots), int32; of one part, (values, indices) of (rows, k) in order, or what
+    `finish` makes of it.
 
     Args:
-      x: (rows, cols), values or keys.
+      x: (rows, cols), values or keys, and what changes them.
       index: the indices that the columns of keys stand for; None for the columns themselves.
-      key_of: makes keys of the row's numbers from `of_row`, (rows,) each, of values and of their columns.
+      key_of: makes keys of the row's numbers from `of_row`, (rows,) or (1,) each, of values and of their columns.
+      finish: makes a row's int32 of its numbers from `numbers`, and of its keys and indices in order.
     """
     last = plan.num_parts == 1
     shape = x.shape[0], plan.k if last else plan.num_parts * plan.slots
+    finish = finish if last else None
+    arrays, of_refs = logits.leaves((x, of_row, index, numbers if finish else ()))
+    types = [jax.ShapeDtypeStruct(shape, kind) for kind in (dtype if last else jnp.int32, jnp.int32)]
     return _host.kernel(
-        functools.partial(_select, plan=plan, num_of_row=len(of_row), key_of=key_of, interpreted=target.interpreted),
-        out_type=(jax.ShapeDtypeStruct(shape, dtype if last else jnp.int32), jax.ShapeDtypeStruct(shape, jnp.int32)),
+        functools.partial(_select, plan=plan, of_refs=of_refs, num=len(arrays), key_of=key_of, finish=finish,
+                          interpreted=target.interpreted),
+        out_type=[jax.ShapeDtypeStruct(shape[:1], jnp.int32)] if finish else types,
         grid=(x.shape[0], plan.num_parts),
         grid_names=("rows", "part"),
         scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in (plan.part, plan.slots, plan.slots, WARPGROUP)],
         compiler_params=params,
-    )(x, *of_row, *([] if index is None else [index]))
+    )(*arrays)  # fmt: skip
 
 
-def stages(x, k: int, dtype, target: _host.Target, params, key_of=plain_key, of_row=()):
-    """(values, indices), (rows, k) each, of the k largest keys of the rows of `x`, at least 128 columns."""
+def stages(x: Logits, k: int, dtype, target: _host.Target, params, key_of=plain_key, of_row=(), finish=None,
+           numbers=(), values=VALUES):  # fmt: skip
+    """(values, indices), (rows, k) each, of the k largest keys of the rows of `x`, at least 128 columns; or (rows,)
+    that `finish` makes of them. `values`: of a thread in a piece; fewer where keys take many registers to make."""
     index, stage = None, 0
     while True:
-        plan = plan_of(*x.shape, x.dtype.itemsize, k, stage, target.num_sms)
-        x, index = select(plan, x, index, dtype, target, params, key_of, of_row)
+        plan = plan_of(*x.shape, k, stage, target.num_sms, values)
+        found = select(plan, x, index, dtype, target, params, key_of, of_row, finish, numbers)
         if plan.num_parts == 1:
-            return x, index
-        key_of, of_row, stage = plain_key, (), stage + 1
+            return found[0] if finish else tuple(found)
+        key_of, of_row, stage, values = plain_key, (), stage + 1, VALUES
+        x, index = Logits(found[0]), found[1]

@@ -11,13 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+LOG_2 = float(np.log(2.0))
 ADDEND, OTHER = (int(np.uint32(n).astype(np.int32)) for n in (0x9E3779B9, 0x85EBCA6B))
 FACTORS = tuple(int(np.uint32(n).astype(np.int32)) for n in (0x7FEB352D, 0x846CA68B))
 
 
-def _mix(x):
+def _stir(x):
     for shift, factor in zip((16, 15), FACTORS, strict=True):
         x = (x ^ lax.shift_right_logical(x, jnp.int32(shift))) * factor
+    return x
+
+
+def _mix(x):
+    x = _stir(x)
     return x ^ lax.shift_right_logical(x, jnp.int32(16))
 
 
@@ -39,3 +45,10 @@ def gumbel(key, column):
     # -log(1 - u); the subtraction would lose a small number's digits.
     series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5)))))
     return -jnp.log(jnp.where(u < 1 / 16, series, -jnp.log(1.0 - u)))
+
+
+def gumbel_bound(key, column):
+    """float32 at least as high as the noise of int32 columns, by one logarithm: -log(1 - u) is at least u."""
+    # The last step of the mixing leaves the 16 higher bits as they are; u is 2**-32 or more where they are 0.
+    high = lax.shift_right_logical(_stir(_mix(column + key[0]) ^ key[1]), jnp.int32(16)).astype(jnp.float32)
+    return (16 * LOG_2 + 1e-3) - jnp.log(high + 2.0**-16)  # All that may be rounded otherwise is far below 1e-3.

@@ -8,8 +8,9 @@ from jax.experimental import pallas as pl
 
 from .._device import WARPGROUP
 
-BYTES = 64  # A thread loads so many for a piece.
-LOADS_MAX = 16
+# A thread loads so many values for a piece, 4 at once, so that its keys are 16 bytes side by side in shared memory.
+# Loads of 8, 16 bytes of 16-bit values, would give every access to keys a bank conflict.
+VALUES, VECTOR = 16, 4
 PART_MIN = 4096  # Keys of a part, at least: a thread has their loads in flight at once, and fewer would save little.
 PART_MAX = 8192  # At most: with their 32 KiB of shared memory 6 blocks share an SM.
 PART_LAST = 32768  # In the last stage a block has a row for itself.
@@ -46,7 +47,7 @@ class Plan:
     @property
     def unroll(self) -> int:
         """Pieces that are loaded at once."""
-        return 2 if self.num_pieces % 2 == 0 and self.vec * self.loads <= 16 else 1
+        return 2 if self.num_pieces % 2 == 0 else 1
 
     @property
     def num_parts(self) -> int:
@@ -68,9 +69,9 @@ class Plan:
         return (self.stage + 1) << 24
 
 
-def plan_of(rows: int, cols: int, itemsize: int, k: int, stage: int, num_sms: int) -> Plan:
-    vec = math.gcd(cols, 16 // itemsize)
-    loads = min(BYTES // (vec * itemsize), LOADS_MAX)
+def plan_of(rows: int, cols: int, k: int, stage: int, num_sms: int, values: int = VALUES) -> Plan:
+    vec = math.gcd(cols, VECTOR)
+    loads = values // vec
     while WARPGROUP * vec * loads > cols and vec * loads > 1:
         vec, loads = (vec, loads // 2) if loads > 1 else (vec // 2, 1)
     piece, slots = WARPGROUP * vec * loads, candidates(k)

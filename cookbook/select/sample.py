@@ -3,6 +3,8 @@
 
     token[r] = argmax over the kept c of   logits[r, c] / temperature[r] + noise(seeds[r], positions[r], c)
 
+Before all else a bias, penalties and a mask of allowed tokens change the logits: `logits.py` has the formulas.
+
 Shapes: logits (R, V) float32, bfloat16 or float16, V up to 2**20; seeds and positions integers and temperature, top_p
 and min_p numbers, (R,) each or one for all; the result is (R,) int32. The arithmetic is float32.
 
@@ -10,32 +12,40 @@ The noise is Gumbel's (`noise.py`), so the maximum is a draw. It is made of the 
 alone, and a rule about logits alone says which tokens are kept: neither depends on other rows, nor on how the work is
 cut up. There are three ways to a token:
 
-- All are kept: the maximum is that of `kernel.py` with k = 1, whose keys are logits with their noise. One read.
-- `top_k`: `kernel.py` leaves the k highest logits in order, and the rest is done on those.
+- All are kept: `kernel_best.py` finds the maximum. One read.
+- `top_k`: `kernel.py` leaves the k highest logits in order, and its last stage draws among them (`kernel_draw.py`).
 - `top_p` or `min_p` without it: `kernel.py` leaves the CANDIDATES highest of logits with noise, in order;
   `kernel_mass.masses` adds up the probabilities above each of them; the first candidate that is kept is the token,
   since those before it are not. The threshold itself is never needed. Where no candidate is kept, which for `top_p` of
-  0.9 happens once in about 10**8 rows, `kernel_mass.redraw` goes on.
+  0.9 happens once in about 10**4 rows, `kernel_mass.choose` goes on.
 
-Bound by: memory (one read; top_p and min_p alone two) and the noise, about 40 instructions per logit.
-Not supported: gradients; penalties, a bias or a mask (add them to the logits).
+Bound by: memory (one read; top_p and min_p alone two) and the bits of the noise, about 30 instructions per logit.
+Not supported: gradients.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _host
 from .._device import WARPGROUP
-from . import kernel, kernel_mass, noise
-from .kernel_mass import inverse, logit, logit_key
+from . import kernel, kernel_best, kernel_draw, kernel_mass, noise
+from .kernel_best import SCORED
+from .kernel_draw import inverse
+from .kernel_mass import logit_key
+from .logits import BITS, Logits, logit, packed, widened
 from .top_k import COLUMNS_MAX, K_MAX
 
 CANDIDATES = 8
+FLOATS, SETS = (jnp.float32, jnp.bfloat16, jnp.float16), (jnp.bool_, jnp.int32, jnp.uint32)
 
 
-def sample_reference(logits, seeds, positions, *, temperature=1.0, top_k=None, top_p=None, min_p=None):
+def sample_reference(
+    logits, seeds, positions, *, temperature=1.0, top_k=None, top_p=None, min_p=None, **changes
+):  # fmt: skip
+    logits = _changed(jnp.asarray(logits), **changes).everywhere()
     each = lambda x, default: jnp.broadcast_to(default if x is None else x, logits.shape[:1])[:, None]
     seeds, positions, temperature = (each(x, None) for x in (seeds, positions, temperature))
     order = jnp.argsort(-logit(logits), axis=1, stable=True)
@@ -56,45 +66,38 @@ def _score(seed, position, temperature, x, column):
     return kernel.to_key(logit(x) * inverse(temperature) + gumbel * jnp.where(temperature <= 0.0, 0.0, 1.0))
 
 
-def _of_the_highest(values, index, limits, of_row):
-    """The token among the highest logits of each row, `values` at `index` in order. `limits`: top_k, top_p, min_p."""
-    seed, position, temperature = (x[:, None] for x in of_row)
-    top_k, top_p, min_p = (x[:, None] for x in limits)
-    score = _score(seed, position, temperature, values, index)
-    place, top = jnp.arange(values.shape[1]), values[:, :1]
-    share = jnp.where(values == top, 1.0, jnp.exp((values - top) * inverse(temperature))) * (place < top_k)
-    above, distance = share, 1  # Sums up to each place, always in the same order.
-    while distance < values.shape[1]:
-        above = above + jnp.pad(above[:, :-distance], ((0, 0), (distance, 0)))
-        distance *= 2
-    total, above = above[:, -1:], above - share
-    first = jnp.pad(values[:, 1:] < values[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    above = jax.lax.cummax(jnp.where(first, above, -1.0), axis=1)  # Equal logits are all kept, or none is.
-    kept = (above < top_p * total) & (values >= top + jnp.log(min_p) / inverse(temperature)) | (values == top)
-    best = jnp.argmax(jnp.where(kept & (place < top_k), score, kernel.LOWEST), axis=1)
-    return jnp.take_along_axis(index, best[:, None], axis=1)[:, 0]
+def _bound(seed, position, temperature, x, column):
+    """float32 at least as high as the score, whatever is rounded in between; NaN for a logit of NaN or -inf."""
+    x = x.astype(jnp.float32) * inverse(temperature)
+    return x + (
+        jnp.abs(x) * 2.0**-20
+        + noise.gumbel_bound(noise.row_key(seed, position), column) * jnp.where(temperature <= 0.0, 0.0, 1.0)
+        + jnp.where(temperature <= 0.0, 1e-3, 0.0)
+    )
+
+
+def _distance(min_p, temperature):
+    """How far below the highest a logit may be, at most 0."""
+    if min_p is None:
+        return np.full(1, -np.inf, np.float32)
+    return jnp.log(min_p) / inverse(temperature)
 
 
 def _of_candidates(logits, limits, of_row, target, params):
     _, top_p, min_p = limits
     temperature = of_row[2]
     select = functools.partial(kernel.stages, logits, target=target, params=params)
-    _, index = select(min(CANDIDATES, logits.shape[1]), jnp.float32, key_of=_score, of_row=of_row)
-    drawn = logit(jnp.take_along_axis(logits, index, axis=1, mode="clip"))
-    top, total, above = kernel_mass.masses(logits, temperature, drawn, target, params)
-    limit, least = top_p * total, top + jnp.log(min_p) / inverse(temperature)
-    kept = (above < limit[:, None]) & (drawn >= least[:, None]) | (drawn >= top[:, None])
-    first = jnp.argmax(kept, axis=1)[:, None]
-    found = jnp.where(jnp.any(kept, axis=1), jnp.take_along_axis(index, first, axis=1)[:, 0], -1)
-    return kernel_mass.redraw(logits, found, temperature, top, limit, least, _score, of_row, target, params)
+    _, index = select(min(CANDIDATES, logits.shape[1]), jnp.float32, key_of=_score, of_row=of_row, values=SCORED)
+    parts = kernel_mass.masses(logits, temperature, top_p, index, target, params)
+    distance = _distance(min_p, temperature)
+    return kernel_mass.choose(logits, parts, index, top_p, distance, _score, of_row, target, params)
 
 
 def _log_probabilities(logits, tokens, num: int, target, params):
     """(of the tokens, the `num` best, their tokens), of softmax(logits)."""
-    chosen = logit(jnp.take_along_axis(logits, tokens[:, None], axis=1))
-    ones = jnp.ones(tokens.shape, jnp.float32)
-    top, total, _ = kernel_mass.masses(logits, ones, chosen, target, params)
-    log_sum = (top + jnp.log(total))[:, None]
+    one = np.ones(1, np.float32)
+    parts = kernel_mass.masses(logits, one, one, tokens[:, None], target, params)
+    log_sum, chosen = kernel_mass.log_sum(parts, logits.shape[1])[:, None], parts[:, 3, :1]
     best, index = chosen[:, :0], jnp.zeros((len(tokens), 0), jnp.int32)
     if num:
         best, index = kernel.stages(logits, num, jnp.float32, target, params, logit_key)
@@ -103,13 +106,14 @@ def _log_probabilities(logits, tokens, num: int, target, params):
 
 @functools.partial(jax.jit, static_argnames=("k", "num_logprobs", "target", "params"))
 def _call(logits, of_row, limits, k: int | None, num_logprobs: int | None, target: _host.Target, params):
-    if (more := WARPGROUP - logits.shape[1]) > 0:
-        logits = jnp.pad(logits, ((0, 0), (0, more)), constant_values=-jnp.inf)
+    logits = widened(logits, WARPGROUP)
     if k is not None:
-        values, index = kernel.stages(logits, k, jnp.float32, target, params, logit_key)
-        tokens = _of_the_highest(values, index, limits, of_row)
+        top_k, top_p, min_p = limits
+        numbers = *of_row, top_k, top_p, _distance(min_p, of_row[2])
+        draw = kernel_draw.Draw(_score)
+        tokens = kernel.stages(logits, k, jnp.float32, target, params, logit_key, finish=draw, numbers=numbers)
     elif limits is None:
-        tokens = kernel.stages(logits, 1, jnp.float32, target, params, _score, of_row)[1][:, 0]
+        tokens = kernel_best.best(logits, _score, _bound, of_row, target, params)
     else:
         tokens = _of_candidates(logits, limits, of_row, target, params)
     if num_logprobs is None:
@@ -117,17 +121,67 @@ def _call(logits, of_row, limits, k: int | None, num_logprobs: int | None, targe
     return tokens, _log_probabilities(logits, tokens, num_logprobs, target, params)
 
 
-def _each_row(name: str, x, rows: int, dtype, low=None, high=None):
-    """`x`, one number for all rows or one for each, as (rows,) of `dtype`."""
-    x, kind = _host.as_array("sample", name, x), jnp.integer if dtype == jnp.int32 else jnp.floating
+def _each_row(name: str, x, rows: int, dtype, low=None, high=None, nothing="limit"):
+    """`x`, one number for all rows or one for each, as (1,) or (rows,) of `dtype`: rows of equal ones take a launch."""
+    given, x = x, _host.as_array("sample", name, x)
+    kind = jnp.integer if dtype == jnp.int32 else jnp.floating
     said = f"{_host.PACKAGE}.sample: {name}"
     if not jnp.issubdtype(x.dtype, jnp.integer) and not jnp.issubdtype(x.dtype, kind):
         raise ValueError(f"{said}.dtype is {x.dtype}; must be one of {kind.__name__}: cast it")
     if x.shape not in ((), (rows,)):
         raise ValueError(f"{said}.shape={x.shape}; must be () or ({rows},), one for all rows or for each: reshape it")
-    if low is not None and not isinstance(x, jax.core.Tracer) and not bool(jnp.all((x >= low) & (x <= high))):
-        raise ValueError(f"{said}={x}; must be from {low} to {high}: pass None for no limit")
-    return jnp.broadcast_to(x.astype(dtype), (rows,))
+    if not isinstance(given, jax.Array):  # A constant inside `jax.jit` as well, where `x` would take a launch.
+        x = np.asarray(given)
+    if low is not None and not isinstance(x, jax.core.Tracer) and not bool(((x >= low) & (x <= high)).all()):
+        raise ValueError(f"{said}={x}; must be from {low} to {high}: pass None for no {nothing}")
+    return x.astype(dtype).reshape(-1)
+
+
+def _tokens(name: str, x, rows: int, columns: int, dtypes, packs: bool = False, each: bool = False):
+    """`x` of every token, (V,) or (1, V) for all rows unless `each` has its own, or (R, V); or of sets of them, words
+    that are packed already."""
+    x, said = _host.as_array("sample", name, x), f"{_host.PACKAGE}.sample: {name}"
+    if x.dtype not in dtypes:
+        raise ValueError(f"{said}.dtype is {x.dtype}; must be {' or '.join(map(str, map(jnp.dtype, dtypes)))}: cast it")
+    is_packed = packs and x.dtype != jnp.bool_
+    width = -(-columns // BITS) if is_packed else columns
+    if x.shape not in [(rows, width)] + [(width,), (1, width)] * (not each):
+        forms = f"({rows}, {width})" if each else f"({rows}, {width}), or ({width},) for all rows"
+        of_what = f", a word for {BITS} tokens" if is_packed else ""
+        raise ValueError(f"{said}.shape={x.shape}; must be {forms}{of_what}: reshape it")
+    x = x.reshape(-1, width)
+    if not packs:
+        return x
+    return jax.lax.bitcast_convert_type(x, jnp.int32) if is_packed else packed(x)
+
+
+def _changed(logits, *, logit_bias=None, allowed=None, counts=None, prompt=None, repetition_penalty=None,
+             frequency_penalty=None, presence_penalty=None) -> Logits:  # fmt: skip
+    """`logits` with what changes them, checked."""
+    (rows, columns), changes = logits.shape, {}
+    tokens = functools.partial(_tokens, rows=rows, columns=columns)
+    number = functools.partial(_each_row, rows=rows, dtype=jnp.float32, nothing="penalty")
+    needs = f"{_host.PACKAGE}.sample: %s without %s; it is for tokens that have occurred: pass {{}}"
+    if logit_bias is not None:
+        changes["bias"] = tokens("logit_bias", logit_bias, dtypes=FLOATS).astype(jnp.float32)
+    if allowed is not None:
+        changes["allowed"] = tokens("allowed", allowed, dtypes=SETS, packs=True)
+    if repetition_penalty is not None:
+        if counts is None and prompt is None:
+            raise ValueError((needs % ("repetition_penalty", "counts or prompt")).format("either"))
+        penalty = number("repetition_penalty", repetition_penalty, low=1e-3, high=1e3)
+        changes |= dict(repetition=penalty, inverse=1.0 / penalty)
+        if prompt is not None:
+            changes["prompt"] = tokens("prompt", prompt, dtypes=SETS, packs=True)
+    penalties = dict(frequency=frequency_penalty, presence=presence_penalty)
+    for name, penalty in penalties.items():
+        if penalty is not None:
+            if counts is None:
+                raise ValueError((needs % (f"{name}_penalty", "counts")).format("how often"))
+            changes[name] = number(f"{name}_penalty", penalty, low=-1e3, high=1e3)
+    if counts is not None and changes.keys() & {"repetition", *penalties}:
+        changes["counts"] = tokens("counts", counts, dtypes=(jnp.int32,), each=True)
+    return Logits(logits, **changes)
 
 
 def sample(
@@ -139,12 +193,33 @@ def sample(
     top_k: jax.Array | int | None = None,
     top_p: jax.Array | float | None = None,
     min_p: jax.Array | float | None = None,
+    logit_bias: jax.Array | None = None,
+    allowed: jax.Array | None = None,
+    counts: jax.Array | None = None,
+    prompt: jax.Array | None = None,
+    repetition_penalty: jax.Array | float | None = None,
+    frequency_penalty: jax.Array | float | None = None,
+    presence_penalty: jax.Array | float | None = None,
     num_logprobs: int | None = None,
 ) -> jax.Array | tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """One token per row, drawn from softmax(logits / temperature), or from its most probable tokens alone.
 
     A row's token depends on its logits, seed, position and options alone, bit for bit, whatever rows stand beside it.
-    NaN counts as -inf; a row of -inf alone gives token 0.
+    NaN counts as -inf; a row of -inf alone, which has no token that is allowed, gives token 0.
+
+    First the logits are changed, in this order, where the kernels load them. For token c, n[c] is how often it has been
+    generated, and it has occurred where n[c] > 0 or where it is in the prompt:
+
+        x[c] += logit_bias[c]
+        x[c] *= 1 / repetition_penalty if x[c] > 0 else repetition_penalty      where c has occurred
+        x[c] -= frequency_penalty * n[c]
+        x[c] -= presence_penalty                                                where n[c] > 0
+        x[c] = -inf                                                             where c is not allowed
+
+    Frequency and presence penalties are OpenAI's; a repetition penalty that counts the prompt, and the others that do
+    not, are vLLM's. Counts are an array, not lists of tokens: an engine adds the last tokens to it with
+    `counts.at[rows, tokens].add(1)`, which touches one number per row, and a kernel reads it as it reads the logits.
+    Lists would have to be counted anew for each token. Counts and a bias cost their bytes, bits hardly anything.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 
@@ -157,19 +232,26 @@ def sample(
       top_p: 0 to 1; keeps a token if all that are more probable sum up to less than this, after `top_k`. The most
         probable token, and all as probable, are kept always.
       min_p: 0 to 1; keeps a token that is at least so probable as this times the most probable one.
+      logit_bias: (R, V) float32, bfloat16 or float16, or (V,) for all rows; -inf forbids a token.
+      allowed: the tokens that may be drawn: (R, V) bool, or packed as xgrammar does, (R, ceil(V / 32)) int32 or uint32
+        with token c in bit c % 32 of word c // 32; or without R, for all rows. Booleans are packed first.
+      counts: (R, V) int32, at least 0: how often each token has been generated. Unused without a penalty.
+      prompt: the tokens of the prompt, as `allowed`; for `repetition_penalty` alone.
+      repetition_penalty: 0.001 to 1000; above 1 it makes tokens that have occurred less probable.
+      frequency_penalty, presence_penalty: -1000 to 1000; positive ones make tokens that have occurred less probable.
       num_logprobs: from 0 to V, at most 2048: how many of the best log probabilities are returned, and that of the
         token.
 
     Returns:
       tokens, (R,) int32; with `num_logprobs` n (tokens, (of the tokens (R,), best (R, n), their tokens (R, n))), where
-      log probabilities are float32, of softmax(logits) without temperature or limits.
+      log probabilities are float32, of the changed logits' softmax, without temperature or limits.
 
     Raises:
       ValueError: rank, dtype or size of an argument is not supported, or an option is out of its range;
         RuntimeError: no GPU.
     """
     logits, name = _host.as_array("sample", "logits", logits), f"{_host.PACKAGE}.sample"
-    if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    if logits.dtype not in FLOATS:
         raise ValueError(f"{name}: logits.dtype is {logits.dtype}; must be float32, bfloat16 or float16: cast it")
     if logits.ndim != 2 or not 1 <= logits.shape[1] <= COLUMNS_MAX:
         raise ValueError(f"{name}: logits.shape={logits.shape}; must be (R, V) with V from 1 to {COLUMNS_MAX}: reshape")
@@ -182,17 +264,21 @@ def sample(
     k = limits = None
     if top_k is not None:
         each_k = _each_row("top_k", top_k, rows, jnp.int32, 1, K_MAX)
-        k = min(int(top_k), columns) if isinstance(top_k, int) else most
+        k = min(int(top_k), columns) if isinstance(top_k, int | np.integer) else most
     if any(limit is not None for limit in (top_k, top_p, min_p)):
         limits = (
             None if top_k is None else each_k,
             _each_row("top_p", 1.0 if top_p is None else top_p, rows, jnp.float32, 0, 1),
-            _each_row("min_p", 0.0 if min_p is None else min_p, rows, jnp.float32, 0, 1),
+            None if min_p is None else _each_row("min_p", min_p, rows, jnp.float32, 0, 1),
         )
     if num_logprobs is not None:
         num_logprobs = _host.option("sample", "num_logprobs", num_logprobs, int)
         if not 0 <= num_logprobs <= most:
             raise ValueError(f"{name}: {num_logprobs=}; must be from 0 to {most} for {columns} columns: pass fewer")
+    changed = _changed(
+        logits, logit_bias=logit_bias, allowed=allowed, counts=counts, prompt=prompt,
+        repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
+    )  # fmt: skip
     _host.require_indices("sample", rows=rows)
     if rows == 0:
         none = lambda *more: jnp.zeros((0, *more), jnp.float32)
@@ -200,7 +286,9 @@ def sample(
         best = none(num_logprobs or 0)
         return tokens if num_logprobs is None else (tokens, (none(), best, best.astype(jnp.int32)))
     target = _host.require_target("sample")
-    (logits,) = _host.without_gradient("sample", "sample_reference, of the same module,", logits)
+    leaves, structure = jax.tree.flatten(changed)
+    leaves = _host.without_gradient("sample", "sample_reference, of the same module,", *leaves)
+    logits = jax.tree.unflatten(structure, leaves)
     params = _host.compiler_params(unsafe_no_auto_barriers=True, approx_math=True)
     return _call(logits, of_row, limits, k, num_logprobs, target, params)
 

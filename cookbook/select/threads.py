@@ -86,6 +86,18 @@ def totals(x, vec: int, interpreted: bool):
     return sums(x, number())
 
 
+def highest(x, vec: int, interpreted: bool):
+    """(128,): the maximum of the float32 values of each thread, of which NaN are left out."""
+    if interpreted:
+        return jnp.nanmax(x.reshape(-1, WARPGROUP, vec), axis=(0, 2))
+
+    @plgpu.inline_mgpu(arg_types=(strided(vec), PER_THREAD), return_type=_array((WARPGROUP,), x.dtype, PER_THREAD))
+    def maxima(_, x, like):
+        return _like(like, [functools.reduce(arith.maxnumf, _values(x))])
+
+    return maxima(x, number())
+
+
 def number():
     """(128,): the number of each thread."""
     return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=PER_THREAD)
@@ -133,7 +145,7 @@ def put(refs, taken, arrays, slot, vec: int, interpreted: bool):
         mine = by_thread(taken)
         slots = jnp.where(mine > 0, slot[:, None] + jnp.cumsum(mine, axis=1) - mine, -1)
         for ref, array in zip(refs, arrays, strict=True):
-            scatter(ref, slots, by_thread(array), vec, interpreted)
+            scatter(ref, slots, by_thread(array), None, interpreted)
         return slot + mine.sum(1)
     layout = strided(vec)
 
@@ -155,12 +167,11 @@ def put(refs, taken, arrays, slot, vec: int, interpreted: bool):
     return store(list(refs), taken, list(arrays), slot)
 
 
-def scatter(ref, slots, values, vec: int, interpreted: bool):
+def scatter(ref, slots, values, layout, interpreted: bool):
     """`ref[slots[i]] = values[i]` wherever `slots[i]` is at least 0; the slots are different."""
     if interpreted:
         ref[...] = ref[...].at[jnp.where(slots < 0, ref.shape[0], slots)].set(values, mode="drop")
         return
-    layout = strided(vec)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def store(_, ref, slots, values):
@@ -171,6 +182,24 @@ def scatter(ref, slots, values, vec: int, interpreted: bool):
                 scf.yield_([])
 
     store(ref, slots, values)
+
+
+def bits(words, column, vec: int, interpreted: bool):
+    """1 where a set, packed into `words`, has the column, otherwise 0. Runs of `vec` columns are in one word."""
+    if interpreted:
+        return (words[...][column >> 5] >> (column & 31)) & 1
+    layout = strided(vec)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=_array(column.shape, jnp.int32, layout))
+    def load(_, words, column):
+        columns, found = _values(column), []
+        for i in range(0, len(columns), vec):
+            word = memref.load(words, [_index(arith.shrui(columns[i], _i32(5)))])
+            shifts = [arith.andi(each, _i32(31)) for each in columns[i : i + vec]]
+            found += [arith.andi(arith.shrui(word, shift), _i32(1)) for shift in shifts]
+        return _like(column, found)
+
+    return load(words, column)
 
 
 def gather(ref, slots, vec: int, interpreted: bool):

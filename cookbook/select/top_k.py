@@ -8,7 +8,8 @@ Shapes: x (..., C) with C up to 2**20, k up to 2048; values and indices (..., k)
 
 A row is cut into parts, one for each block. A stage leaves at least k candidates per part, side by side; the next stage
 selects among those, and the last stage has the row to itself and sorts what is left. `kernel.py` has the tables of
-roles and barriers, and the plan is in `plan.py`.
+roles and barriers, and the plan is in `plan.py`. 16 rows or more of at most 512 values each are for `kernel_rows.py` if
+k is at most 16: a warp has 4 rows.
 
 Bound by: memory (one read). Rows that are not a multiple of 16 bytes are loaded in smaller words.
 Not supported: other axes (move the axis first), k above 2048.
@@ -22,7 +23,8 @@ import jax.numpy as jnp
 
 from .. import _host
 from .._device import WARPGROUP
-from . import kernel
+from . import kernel, kernel_rows
+from .logits import Logits
 
 K_MAX, COLUMNS_MAX = 2048, 2**20
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32)
@@ -34,10 +36,12 @@ def top_k_reference(x, k):
 
 @functools.partial(jax.jit, static_argnames=("k", "target", "params"))
 def _call(x, k: int, target: _host.Target, params):
+    if kernel_rows.fits(*x.shape, k):
+        return kernel_rows.select_rows(x, k, target, params)
     dtype = x.dtype
     if (more := WARPGROUP - x.shape[1]) > 0:  # A column for each thread. Padding comes after all values.
         x = jnp.pad(kernel.to_key(x), ((0, 0), (0, more)), constant_values=kernel.LOWEST)
-    return kernel.stages(x, k, dtype, target, params)
+    return kernel.stages(Logits(x), k, dtype, target, params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

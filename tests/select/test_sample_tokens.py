@@ -9,8 +9,8 @@ import pytest
 
 import lab
 from cookbook import sample
-from cookbook.select import kernel_mass, noise
-from fuzz.select import gumbel, sampled
+from cookbook.select import kernel_mass, logits, noise, threads
+from fuzz.select import CHANGES, changed, changes_of, gumbel, in_words, sampled
 from tests.arrays import array
 
 module = inspect.getmodule(sample)
@@ -18,6 +18,7 @@ score_of = module._score
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 SEEDS, POSITIONS = np.array([3, -7, 2**31 - 1], np.int32), np.array([0, 5, -(2**31)], np.int32)
+COUNTS = np.zeros((2, 9), np.int32)
 ALL = dict(temperature=1.0, top_k=None, top_p=None, min_p=None)
 
 
@@ -40,7 +41,8 @@ def tokens(x, **options):
     """By the kernels, which must agree with the sort."""
     with lab.interpret() as seen:
         found = np.asarray(sample(x, SEEDS, POSITIONS, **options))
-    ((wanted, _),) = sampled(ALL | options, np.asarray(x).astype(np.float64), SEEDS, POSITIONS)
+    limits, changes = ({name: value for name, value in options.items() if (name in ALL) == is_in} for is_in in (1, 0))
+    ((wanted, _),) = sampled(ALL | limits, np.asarray(x).astype(np.float64), SEEDS, POSITIONS, **changes)
     np.testing.assert_array_equal(found, wanted)
     np.testing.assert_array_equal(module.sample_reference(x, SEEDS, POSITIONS, **options), wanted)
     assert found.dtype == np.int32 and not seen.races_found
@@ -81,6 +83,47 @@ def test_a_row_alone_and_options_for_each_row():
     np.testing.assert_array_equal(index, np.argsort(-exact)[:, :3])
 
 
+@pytest.mark.parametrize(
+    "columns, names, limits",
+    [
+        (90, CHANGES, dict(top_k=np.int64(9))), (200, ("words", "frequency_penalty"), dict(top_p=0.6)),
+        slow(9001, CHANGES, {}), slow(2000, ("bias", "words", "presence_penalty"), dict(temperature=0.0)),
+        slow(700, ("repetition_penalty", "prompt"), dict(min_p=0.1)),
+    ],
+)  # fmt: skip
+def test_changed_logits(columns, names, limits):
+    """The token, and once log probabilities of what the logits have become; one of the rows allows no token."""
+    rng = np.random.default_rng(columns)
+    x, changes = array(2.0 * rng.standard_normal((3, columns)), F32), changes_of(names, rng, 3, columns)
+    if "allowed" in changes:
+        changes["allowed"][2] = 0
+    found = tokens(x, **limits, **changes)
+    if "top_k" not in limits:
+        return
+    with lab.interpret():
+        again, (of_token, best, index) = sample(x, SEEDS, POSITIONS, num_logprobs=4, **limits, **changes)
+    exact = changed(np.float64(x), **changes)[:2]
+    exact -= np.log(np.exp(exact).sum(1, keepdims=True))
+    np.testing.assert_array_equal(again, found)
+    np.testing.assert_allclose(of_token[:2], exact[np.arange(2), found[:2]], rtol=1e-5)
+    np.testing.assert_allclose(best[:2], -np.sort(-exact)[:, :4], rtol=1e-5)
+    np.testing.assert_array_equal(index[:2], np.argsort(-exact)[:, :4])
+
+
+def test_sets_are_packed_as_numpy_packs_them():
+    is_in = np.random.default_rng(0).random((2, 70)) < 0.5
+    np.testing.assert_array_equal(np.asarray(logits.packed(is_in)).view(np.uint32), in_words(is_in))
+
+
+@pytest.mark.parametrize("top_k, k", [(7, 7), (np.int64(7), 7), (jnp.int32(7), 90)])
+def test_an_integer_is_compiled_for_and_an_array_is_not(top_k, k, monkeypatch):
+    seen = []
+    monkeypatch.setattr(module, "_call", lambda logits, of_row, limits, k, *_: seen.append(k))
+    with lab.interpret():
+        sample(np.zeros((2, 90), np.float32), 0, 0, top_k=top_k)
+    assert seen == [k]
+
+
 def test_candidates_that_run_out(monkeypatch):
     """Where no candidate is kept the draw goes on, to the same token."""
     x = array(np.random.default_rng(4).standard_normal((3, 300)), F32)
@@ -110,6 +153,8 @@ def test_noise():
     found = np.asarray(noise.gumbel(key, jnp.arange(2**20, dtype=jnp.int32)))
     # In float32 1 - u of a u near 1 has few digits: those noises are the lowest, and win nothing.
     np.testing.assert_allclose(found, gumbel(-5, 9, 2**20), rtol=1e-5, atol=1e-4)
+    above = np.asarray(noise.gumbel_bound(key, jnp.arange(2**20, dtype=jnp.int32))) - found
+    assert above.min() > 0 and np.median(above) < 0.7  # A bound, and mostly a close one.
     assert abs(found.mean() - 0.5772) < 0.006 and abs(found.var() - np.pi**2 / 6) < 0.02
     bits = np.asarray(noise.bits(key, jnp.arange(2**20, dtype=jnp.int32)))
     assert len(np.unique(bits)) == 2**20 and len(np.unique(found[found > 8])) == (found > 8).sum()
@@ -119,9 +164,12 @@ def test_noise():
     "change, mutant, options",
     [
         ("what is not more probable counts", lambda monkeypatch: monkeypatch.setattr(
-            kernel_mass, "_share", lambda x, top, scale: x * 0 + 1.0), dict(top_p=0.3)),
+            kernel_mass, "share_of", lambda x, top, scale: x * 0 + 1.0), dict(top_p=0.3)),
         ("a position has no noise of its own", lambda monkeypatch: monkeypatch.setattr(
             noise, "row_key", lambda seed, position: (seed, seed)), {}),
+        ("a set is read a word too far", lambda monkeypatch: monkeypatch.setattr(
+            threads, "bits", lambda words, column, vec, interpreted: words[...][jnp.minimum(column // 32 + 1, 6)]
+            >> (column & 31) & 1), dict(allowed=in_words(np.random.default_rng(2).random((3, 200)) < 0.5))),
     ],
 )  # fmt: skip
 def test_mutants(change, mutant, options, monkeypatch):
@@ -155,6 +203,27 @@ def test_it_compiles_for_an_h200(dtype, options):
         (dict(top_k=0), "top_k=0; must be from 1 to 2048"),
         (dict(top_p=1.5), "top_p=1.5; must be from 0 to 1"),
         (dict(min_p=np.array([0.0, -1.0])), r"min_p=\[ 0. -1.\]; must be from 0 to 1"),
+        (dict(repetition_penalty=1.2), "repetition_penalty without counts or prompt; .*: pass either"),
+        (dict(presence_penalty=1.2), "presence_penalty without counts; .*: pass how often"),
+        (
+            dict(frequency_penalty=2000.0, counts=COUNTS),
+            "frequency_penalty=2000.0; must be from -1000.0 to 1000.0: pass None for no penalty",
+        ),
+        (
+            dict(repetition_penalty=0.0, counts=COUNTS),
+            "repetition_penalty=0.0; must be from 0.001 to 1000.0: pass None",
+        ),
+        (dict(presence_penalty=1.0, counts=COUNTS[0]), r"counts.shape=\(9,\); must be \(2, 9\): reshape"),
+        (dict(presence_penalty=1.0, counts=COUNTS * 1.0), "counts.dtype is float.*; must be int32: cast it"),
+        (
+            dict(logit_bias=np.zeros((2, 8), np.float32)),
+            r"logit_bias.shape=\(2, 8\); must be \(2, 9\), or \(9,\) for all",
+        ),
+        (
+            dict(allowed=np.zeros((2, 9), np.int32)),
+            r"allowed.shape=\(2, 9\); must be \(2, 1\), or .* 32 tokens: reshape",
+        ),
+        (dict(allowed=np.zeros((2, 9), np.float32)), "allowed.dtype is float32; must be bool or int32 or uint32: cast"),
         (dict(num_logprobs=10), "num_logprobs=10; must be from 0 to 9 for 9 columns: pass fewer"),
     ],
 )
