@@ -210,7 +210,7 @@ def test_links_lead_to_files(path):
 
 
 # Their heads say so: their rungs were timed on a GPU, and their pages are put together from these figures on a CPU.
-WAIT_FOR_A_RECORDING = {"09c_four_bits", "17c_kda_backward", "23_loss"}
+WAIT_FOR_A_RECORDING = {"09c_four_bits", "17c_kda_backward", "23_loss", "24_sampling"}
 
 
 def test_a_page_that_waits_for_a_recording_says_so():
