@@ -209,20 +209,7 @@ def test_links_lead_to_files(path):
     assert not [link for link in links if not (path.parent / link).exists()]
 
 
-# Their heads say so: their rungs were timed on a GPU, and their pages are put together from these figures on a CPU.
-WAIT_FOR_A_RECORDING = {"09c_four_bits", "17c_kda_backward", "23_loss", "24_sampling"}
-
-
-def test_a_page_that_waits_for_a_recording_says_so():
-    for stem in WAIT_FOR_A_RECORDING:
-        (path,) = (path for path in NOTEBOOKS if path.stem == stem)
-        notebook = nbformat.read(path, as_version=4)
-        assert "wait for a recording" in notebook.cells[0].source and "recorded" not in notebook.metadata
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in NOTEBOOKS if path.stem not in WAIT_FOR_A_RECORDING], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_was_recorded_on_a_gpu(path):
     recorded = nbformat.read(path, as_version=4).metadata.get("recorded", {})
     assert {"gpu", "driver", "jax", "date", "source"} <= recorded.keys()
