@@ -121,9 +121,11 @@ def check_half(answer) -> str:
         if "conversion" in names:
             raise NotYet("integers are converted to floats by astype: place the bits, and multiply")
         if "choice" in names:
-            raise NotYet("values are chosen by where or from a table: place the bits, which are right for all 16")
-        if (num := names.count("arithmetic")) > 1:
+            raise NotYet("values are chosen by where, by comparing or from a table: place bits, right for all 16")
+        if (num := names.count("arithmetic") + names.count("sum")) > 1:
             raise NotYet(f"{num} operations of floats are computed: one multiplication is enough")
+        if "sum" in names:
+            raise NotYet("floats are added or subtracted: place the bits so that one multiplication is enough")
         exact, bits = E2M1[np.asarray(codes)], np.asarray(codes)
         as_half = lambda bits: wide(bits.astype(np.uint16).view(np.float16))
         placed = (bits & 7) << 9
@@ -141,17 +143,22 @@ def check_half(answer) -> str:
         require_close(out, exact, 0, "the 16 codes", likely)
         if (np.signbit(wide(out)) != (bits >= 8)).any():
             raise NotYet("code 8 is -0.0, and the result has another sign there")
+        if not num:
+            raise NotYet("no floats are multiplied, so each value is built for itself: place bits, and multiply once")
     return "All 16 values, the subnormal one among them, by shifts, masks and one multiplication."
 
 
 def _kind(equation) -> str:
-    """The kind of an operation: a conversion of integers to floats, arithmetic of floats, a choice, or another."""
+    """The kind of an operation: a conversion of integers to floats, a sum or other arithmetic of floats, a choice, or
+    another."""
     name = equation.primitive.name
     is_float = lambda variable: jnp.issubdtype(getattr(variable.aval, "dtype", jnp.int32), jnp.floating)
     if name == "convert_element_type":
         to_float = jnp.issubdtype(equation.params["new_dtype"], jnp.floating)
         return "conversion" if to_float and not is_float(equation.invars[0]) else ""
-    if name in ("select_n", "gather", "dynamic_slice"):
+    if name in ("select_n", "gather", "dynamic_slice", "eq", "ne", "lt", "le", "gt", "ge"):
         return "choice"
-    is_arithmetic = name in ("add", "sub", "mul", "div", "exp2", "pow", "integer_pow", "neg")
+    if name in ("add", "sub") and is_float(equation.outvars[0]):
+        return "sum"
+    is_arithmetic = name in ("mul", "div", "exp2", "pow", "integer_pow", "neg")
     return "arithmetic" if is_arithmetic and equation.outvars and is_float(equation.outvars[0]) else ""
