@@ -120,8 +120,8 @@ def check_draw_min_p(answer) -> str:
             (others(min_p * top), "this compares logits with min_p times the largest logit; it is the probability, "
              "exp of the logit, of which min_p is a share"),
             (others(log_p), "this compares logits with log(min_p), without the largest logit"),
-            (np.zeros(len(seeds)), "no token is kept; one that is exactly min_p times as probable as the most probable one "
-             "is to be kept"),
+            (np.zeros(len(seeds)), "no token is kept; one that is exactly min_p times as probable as the most "
+             "probable is to be kept"),
             (np.argmax(np.asarray(x), axis=1), "this takes the most probable token"),
         ]  # fmt: skip
         require_close(tokens, exact, 0, f"with min_p = {min_p}", likely)
