@@ -182,7 +182,7 @@ def check_gate_gradients(answer) -> str:
         require_close(found, exact, 1e-3, f"dg of {tokens} tokens", likely)
         if (loaded := values_loaded(jaxpr_of(answer, *args)) // 128) > 8 * tokens:
             raise NotYet(
-                f"it is right, but it loads {loaded:.0f} rows for {tokens} tokens, which have 6 each: go through the "
-                "tokens once"
+                f"it is right, but it loads {loaded:.0f} rows for {tokens} tokens, which have 6 each: "
+                "go through the tokens once"
             )
     return "One running sum from the end, and no product: the rows and their gradients have it all."
