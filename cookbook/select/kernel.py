@@ -53,10 +53,10 @@ def from_key(key, dtype):
 
 
 def search(count, k: int, most: int, low, high, reached):
-    """(threshold, count): the highest threshold that at least `k` keys reach, or one that at most `most` do.
+    """(threshold, count): the highest threshold that at least `k` keys reach, or a lower one that at most `most` reach.
 
-    `count(threshold)` keys reach a threshold. `low` is one that `reached` keys do, at least `k`; `high` is no key's, or
-    the highest key.
+    `count(threshold)` is how many keys reach a threshold. `reached` keys reach `low`, and these are at least `k`; no
+    key is above `high`.
     """
 
     def halve(state):

@@ -21,6 +21,7 @@ cut up. There are three ways to a token:
 
 Bound by: memory (one read; top_p and min_p alone two) and the bits of the noise, about 30 instructions per logit.
 Not supported: gradients.
+Chapter: notebooks/24_sampling.ipynb.
 """
 
 import functools

@@ -13,6 +13,7 @@ k is at most 16: a warp has 4 rows.
 
 Bound by: memory (one read). Rows that are not a multiple of 16 bytes are loaded in smaller words.
 Not supported: other axes (move the axis first), k above 2048.
+Chapter: notebooks/24_sampling.ipynb.
 """
 
 import functools

@@ -252,6 +252,7 @@ def check_combined_loss(answer) -> str:
     """`answer(m_i, l_i, at_label, axis)` is (N,) the loss of each row, from a device's statistics of its columns."""
     for what, shift, parts in (
         ("four devices", 0, 4),
+        ("one device", 0, 1),
         ("one device's logits larger by 200", 200 * (np.arange(60) // 15 == 1), 4),
         ("one row's logits larger by 200", 200 * (np.arange(5)[:, None] == 2), 4),
         ("logits near 10,000", 10000, 3),

@@ -107,6 +107,7 @@ def check_draw_min_p(answer) -> str:
     for min_p, shift, seeds, columns in (
         (0.2, -4.0, jnp.arange(8, dtype=jnp.int32), COLUMNS),
         (0.6, 5.0, _new_seeds(4), COLUMNS // 2),
+        (1.0, 0.0, _new_seeds(2), COLUMNS // 2),
     ):
         x, positions = normal(3, (len(seeds), columns)) * 2 + shift, 3 * seeds + 1
         tokens = run_kernel(lambda *args, p=min_p: answer(*args, p), x, seeds, positions)
@@ -119,6 +120,8 @@ def check_draw_min_p(answer) -> str:
             (others(min_p * top), "this compares logits with min_p times the largest logit; it is the probability, "
              "exp of the logit, of which min_p is a share"),
             (others(log_p), "this compares logits with log(min_p), without the largest logit"),
+            (np.zeros(len(seeds)), "no token is kept; one that is exactly min_p times as probable as the most "
+             "probable is to be kept"),
             (np.argmax(np.asarray(x), axis=1), "this takes the most probable token"),
         ]  # fmt: skip
         require_close(tokens, exact, 0, f"with min_p = {min_p}", likely)

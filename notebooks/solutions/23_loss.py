@@ -58,6 +58,7 @@ exercise-4
   l_i * jnp.exp(m_i - top) => l_i  # relative to its own device's m
   return top + jnp.log(l_i) - lax.psum(at_label, axis) => return top + jnp.log(l_i) - at_label  # its own label's logit
   lax.psum(at_label, axis) => lax.pmax(at_label, axis)  # may be negative
+  lax.psum(at_label, axis) => (lax.pmax(at_label, axis) + lax.pmin(at_label, axis))  # with one device
   lambda m_i, l_i, at_label, axis: m_i + jnp.log(l_i) - lax.psum(at_label, axis)  # of a device's own columns
   lambda m_i, l_i, at_label, axis: jnp.log(lax.psum(l_i * jnp.exp(m_i), axis)) - lax.psum(at_label, axis)  # infinities
   lax.pmax(m_i, axis) => lax.pmin(m_i, axis)  # larger by 200, there are infinities

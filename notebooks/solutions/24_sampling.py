@@ -19,6 +19,7 @@ exercise-3
   top + math.log(min_p) => math.log(min_p)  # without the largest logit
   top + math.log(min_p) => top  # the most probable token
   (x >= floor) => (new >= floor)  # among all tokens
+  (x >= floor) => (x > floor)  # exactly min_p times
   top = jnp.max(largest) => top = largest  # is what you compare with one number for the row
   largest = over(mine, lambda best, x, _: jnp.maximum(best, x), lowest) => largest = over(mine, lambda best, x, _:
     jnp.maximum(best, x), over(mine, lambda best, x, _: jnp.maximum(best, x), lowest))  # 3 times
