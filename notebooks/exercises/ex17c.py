@@ -3,7 +3,18 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, equations, normal, require_answers, require_close, run_kernel, wide
+from exercises.judge import (
+    NotYet,
+    checker,
+    equations,
+    jaxpr_of,
+    normal,
+    require_answers,
+    require_close,
+    run_kernel,
+    values_loaded,
+    wide,
+)
 
 SIZE, CHUNK = 64, 64  # Values and channels of a state; tokens of a chunk.
 
@@ -169,4 +180,9 @@ def check_gate_gradients(answer) -> str:
             (exact - shares, "a gate is in the sum of its own token, too."),
         ]
         require_close(found, exact, 1e-3, f"dg of {tokens} tokens", likely)
+        if (loaded := values_loaded(jaxpr_of(answer, *args)) // 128) > 8 * tokens:
+            raise NotYet(
+                f"it is right, but it loads {loaded:.0f} rows for {tokens} tokens, which have 6 each: "
+                "go through the tokens once"
+            )
     return "One running sum from the end, and no product: the rows and their gradients have it all."

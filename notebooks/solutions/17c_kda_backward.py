@@ -37,6 +37,10 @@ exercise-4
   dg_gmem.at[t], after) => dg_gmem.at[t], after - (share - row(w_gmem) * row(dw_gmem)))  # its own token
   after + (share => after - (share  # the sign
   len(q), token => 5, token  # element
+  share - row(w_gmem) * row(dw_gmem)) => share - row(w_gmem) * row(dw_gmem)) + 0 * sum(load(q_gmem.at[j], COLUMNS)
+    for j in range(len(q)))  # which have 6 each
+  load(last_gmem, COLUMNS)) => 0 * load(last_gmem, COLUMNS)) && dg_gmem.at[t], after) =>
+    dg_gmem.at[t], after + load(last_gmem, COLUMNS))  # Right.
   lambda q, dq, k, dk, w, dw, last: jnp.cumsum((q * dq + k * dk - w * dw)[::-1], 0)[::-1] + last  # must be a kernel
 """
 
