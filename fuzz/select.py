@@ -35,8 +35,8 @@ def draw_sample(draw: Draw) -> dict:
         shape=[draw.size(rows), max(1, draw.size(columns, draw.choice(1, 1, 8)))], dtype=draw.choice(*FLOATS),
         values=draw.choice("normal", "normal", "nan", "-inf rows"), temperature=draw.choice(1.0, 0.7, 0.0, 3.0),
         top_k=draw.choice(None, None, 1, draw.number(1, 300)), top_p=draw.choice(None, None, 0.0, 0.1, 0.9, 1.0),
-        min_p=draw.choice(None, None, 0.0, 0.2, 1.0), changes=draw.choice((), (), tuple(
-            name for name in CHANGES if draw.sometimes(0.5))),
+        min_p=draw.choice(None, None, 0.0, 0.2, 1.0), changes=draw.choice([], [], [
+            name for name in CHANGES if draw.sometimes(0.5)]),
     )  # fmt: skip
 
 

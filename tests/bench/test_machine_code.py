@@ -19,7 +19,9 @@ PROBLEMS = {case.op: (case, case.kernel) for case in CASES}  # The last one of e
 PROBLEMS |= {"ssd with d": (_ssd(4, 8192, 32, 1, 64, 256), with_d)}
 # Arrivals while loads of another slot are in flight: the next step's weights; the sums of decays of a chunk, whose
 # slot is given back later.
-OTHERS = dict.fromkeys((f"matmul_{kind}_weights" for kind in ("int8", "int4", "mxfp4")), 1) | {"ssd with d": 1}
+OTHERS = dict.fromkeys((f"matmul_{kind}_weights" for kind in ("int8", "int4", "mxfp4")), 1) | {
+    "ragged_dot_mxfp4_weights": 1, "ssd with d": 1,
+}  # fmt: skip
 
 
 def compiled(op):

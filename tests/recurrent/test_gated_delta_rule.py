@@ -146,7 +146,7 @@ def test_parts(how):
 def test_sequences_are_split_where_they_do_not_fill_the_gpu(shape, parts):
     batch, length, heads = shape
     v = jax.ShapeDtypeStruct((batch, length, heads, 128), jnp.bfloat16)
-    plan = module._plan(1.0, Config(), v, v, None, _host.Target("h200", 132))
+    plan = module._plan(1.0, Config(), v, v, None, False, _host.Target("h200", 132))
     assert plan.sequences.part_rows == (parts and length // parts)
 
 

@@ -483,7 +483,7 @@ def test_an_engine_refuses_what_its_kernels_would_refuse_at_each_step(changes, h
         (lambda: submitted([1], 1, temperature="0"), "temperature='0'; must be one float: pass a number"),
         (lambda: submitted([1], 1, seed=-1), "seed=-1; must be from 0 to 4294967295: leave it out"),
         (lambda: submitted([1], 1, seed=3.0), "seed=3.0; must be one int: pass 3"),
-        (lambda: submitted([1], 1, top_k=0), "top_k=0; must be from 1 to 2147483647: leave it out"),
+        (lambda: submitted([1], 1, top_k=0), "top_k=0; must be from 1 to 2048: leave it out"),
         (lambda: submitted([1], 1, top_k=5.0), "top_k=5.0; must be one int: pass 5"),
         (lambda: submitted([1], 1, top_p=0.0), "top_p=0.0; must be from 1e-06 to 1.0: 1 keeps all"),
         (lambda: submitted([1], 1, top_p=1e-50), "top_p=1e-50; must be from 1e-06"),

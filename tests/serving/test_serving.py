@@ -457,7 +457,7 @@ def test_engine_in_bfloat16(monkeypatch):
     engine = Engine(config, trace.params, **sizes, backend="xla")
     requests = served(engine, trace.requests)
     assert_served_as_answered(requests, trace, scores)
-    assert sum(request.num_preempted > 0 for request in requests) >= 5
+    assert sum(request.num_preempted > 0 for request in requests) >= 3
 
 
 @pytest.mark.kernels
@@ -628,7 +628,7 @@ def test_what_is_no_mutant_passes(trace, copied):
         ("model", "batch.cu_seqlens_q[1:] - 1", "batch.cu_seqlens_q[:-1]"),
         ("model", "batch.block_tables + layers", "batch.block_tables + 0 * layers"),
         ("backends", "kv_lens[sequence] - behind", "kv_lens[sequence]"),
-        ("sampling", "jax.random.key(seed), position", "jax.random.key(0), position"),
+        ("sampling", "noise.row_key(seeds, positions)", "noise.row_key(0 * seeds, positions)"),
         ("step", "np.full(num_tokens, -1, np.int32)", "np.zeros(num_tokens, np.int32)"),
     ],
 )
