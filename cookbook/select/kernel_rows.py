@@ -37,7 +37,7 @@ def fits(rows: int, cols: int, k: int) -> bool:
 def _rows(x_gmem, out_gmem, index_gmem, *, k: int, vec: int, interpreted: bool):
     rows, cols = x_gmem.shape
     turn, form = lax.axis_index("rows") * ROWS, layout(vec)
-    start = jnp.minimum(turn, rows - ROWS)  # The last block is shifted back, and stores no other's rows.
+    start = jnp.minimum(turn, rows - ROWS)  # The last block begins earlier, and stores only rows that are left.
     keys = to_key(_device.load(x_gmem.at[pl.ds(start, ROWS)], form))
     column = plgpu.broadcasted_iota(jnp.int32, keys.shape, 1, layout=form)
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=form.reduce(1))

@@ -19,7 +19,7 @@ from ..grouped.ragged_dot_mxfp4_weights import ragged_dot_mxfp4_weights
 
 
 def arrays_of(op: str, name: str, w):
-    """`w` as an array, or as a tuple of arrays without the parts that are None."""
+    """`w` as an array, or as a tuple of arrays; zeros of None are left out."""
     if not isinstance(w, tuple):
         return _host.as_array(op, name, w)
     if not 2 <= len(w) <= 3:

@@ -62,7 +62,7 @@ def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 1
         return cost.H200.start + cost.longer(waves * one, memory)
 
     found = cost_int8_weights.candidates(2 * rows, n, k, num_sms)  # Groups differ: some have more rows than the mean.
-    # Long steps of 4 bits gain nothing and leave more of the last one empty: gpt-oss's experts took 6 % longer.
+    # Long steps of 4 bits gain nothing and leave more of the last one empty: gpt-oss's experts took longer.
     longest = 128 if bits == 4 else 256
     return sorted((c for c in found if c.split_k == 1 and c.tile_k <= longest), key=predict)[:count]
 

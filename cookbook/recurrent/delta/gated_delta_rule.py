@@ -155,8 +155,8 @@ def _plan(scale: float, config: Config, q, v, cu_seqlens, use_qk_l2norm: bool, t
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
 def _launch(q, k, v, g, beta, initial, cu_seqlens, *, plan: ForwardPlan, params):
-    """(o, final states, (cum, beta, inverse), normed), of operands without a batch, v in slices of 64. `normed` are q
-    and k divided by their norms, and by what their rows were multiplied, if the plan says so; else it is None."""
+    """(o, final states, (cum, beta, inverse), normed), of operands without a batch, v in slices of 64. With
+    `use_qk_l2norm`, `normed` holds q and k divided by their norms, and the factor of each row; without it, None."""
     sequences = plan.sequences
     cum = cumulative_decays(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
     beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)

@@ -67,21 +67,9 @@ def gradients(q, k, v, g, beta, initial, cu_seqlens, prepared, do, d_final, *, p
     beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
     places = sequences.places_of_chunks(cu_seqlens)
     dq, dk, dg, dbeta = kernel_gradients.launch(
-        plan,
-        *places,
-        q,
-        k,
-        g.astype(jnp.float32),
-        beta,
-        do,
-        dv,
-        errors,
-        states,
-        d_states,
-        decay,
-        *factors,
+        plan, *places, q, k, g.astype(jnp.float32), beta, do, dv, errors, states, d_states, decay, *factors,
         params=params,
-    )
+    )  # fmt: skip
     if plan.use_qk_l2norm:
         dq, dk = before_norms(q, k, dq, dk, params=params)
     else:
