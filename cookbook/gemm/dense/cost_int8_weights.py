@@ -49,10 +49,10 @@ def predict(c: Config, m: int, n: int, k: int, num_sms: int, bits: int = 8) -> f
     stages = (cost.SMEM_FOR_RING - received) // ((c.tile_m * bits // 8 + 2 * c.tile_n) * c.tile_k)
     if stages < 2:
         return math.inf
-    # One warpgroup converts while the other multiplies, at best.
+    # One warpgroup converts while the others multiply, at best.
     convert = CONVERT_STEP + CONVERT[bits] * c.tile_m * c.tile_k / 16384
     tensor = values * c.tile_k / 2048 / h.tensor / 1e3
-    step = max(tensor, convert + tensor / 2, h.latency / min(stages, STAGES_MAX))
+    step = max(tensor, convert + tensor / c.warpgroups, h.latency / min(stages, STAGES_MAX))
     time = waves * (pl.cdiv(k, c.tile_k * c.split_k) * step + h.tile + 0.9 * values / 32768)
     if adds_parts:
         time += h.parts + PARTS * values * (1 - 1 / c.split_k) / 16384

@@ -16,6 +16,7 @@ tensor cores want weights with K along their rows: a plain rhs is transposed, at
 (G, N, K). Chapter: 16b.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -64,7 +65,18 @@ def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 1
     found = cost_int8_weights.candidates(2 * rows, n, k, num_sms)  # Groups differ: some have more rows than the mean.
     # Long steps of 4 bits gain nothing and leave more of the last one empty: gpt-oss's experts took longer.
     longest = 128 if bits == 4 else 256
-    return sorted((c for c in found if c.split_k == 1 and c.tile_k <= longest), key=predict)[:count]
+    found = [c for c in found if c.split_k == 1 and c.tile_k <= longest]
+    found += [wide(c) for c in found if c.cluster_m == 1 and not c.overlap and c.tile_n <= WIDE.get(c.tile_k, 0)]
+    return sorted(found, key=predict)[:count]
+
+
+# Rows of the widest tile that leave four warpgroups enough registers, for steps of so many values of K.
+WIDE = {64: 128, 128: 48}
+
+
+def wide(c: Config) -> Config:
+    """Twice the columns, and four warpgroups for them."""
+    return dataclasses.replace(c, tile_m=2 * c.tile_m, warpgroups=2 * c.warpgroups)
 
 
 def _check(op: str, lhs, rhs, scales, transpose_rhs: bool) -> tuple[int, int, int]:
