@@ -154,7 +154,9 @@ class Plan:
             rows, cols = self.slice_tile
             rows = rows * self.num_sums
             swizzle = max(size for size in (32, 64, 128) if 4 * cols % size == 0)
-            scratch["sums_smem"] = swizzled((c.warpgroups, c.split_k, rows, cols), jnp.float32, None, swizzle, interpreted)
+            scratch["sums_smem"] = swizzled(
+                (c.warpgroups, c.split_k, rows, cols), jnp.float32, None, swizzle, interpreted
+            )
             scratch["summed"] = plgpu.Barrier(num_arrivals=c.split_k - 1, num_barriers=c.warpgroups)
         return scratch
 

@@ -83,7 +83,8 @@ class Config:
     def compute_tile(self) -> tuple[int, int]:
         """Rows and columns of o that one compute warpgroup accumulates."""
         return tuple(
-            size // self.warpgroups if self.split_dim == dim else size for dim, size in enumerate((self.tile_m, self.tile_n))
+            size // self.warpgroups if self.split_dim == dim else size
+            for dim, size in enumerate((self.tile_m, self.tile_n))
         )
 
 

@@ -37,14 +37,19 @@ class Config(PlainConfig):
     swapped: bool = True
     tile_k: int = 128  # Values of K per step, and bytes of each row of weights.
     overlap: bool = False  # Weights are converted while products of the step before run, which helps in a single wave.
-    # Warpgroups that convert and multiply: 2, 3 or 4. Each waits for its weights, its products, and the slots of the ring;
-    # more of them hide this better behind each other's instructions, but have fewer registers.
+    # Warpgroups that convert and multiply. Each waits for its weights and its products; with more of them others have
+    # instructions meanwhile, but each has fewer registers.
     warpgroups: int = 2
 
     def check_tile(self):
         if self.warpgroups not in REGISTERS:
             raise ValueError(f"{self.warpgroups=} must be one of {sorted(REGISTERS)}")
         super().check_tile()
+        if self.tile_m * self.tile_n > 128 * 256:
+            raise ValueError(
+                f"{self.tile_m=} x {self.tile_n=} with {self.warpgroups=}: at most 128 x 256 values, all of which are "
+                "in registers"
+            )
         if self.split_dim != 0 or not self.swapped or self.tail_split != 1:
             raise ValueError(
                 f"{self.split_dim=} must be 0, {self.swapped=} True and {self.tail_split=} 1: weights go through "
