@@ -27,7 +27,7 @@ COMPUTE, MEMORY = 2, 2  # Compute warpgroups, and the index of the memory warpgr
 STORE_ROWS = 64  # Rows of a piece of o on its way out: as many as one WGMMA has.
 # Registers per thread of the memory warpgroup and of each of so many compute warpgroups: 128 threads each, and 65,536
 # registers in all, which a launch hands out in multiples of 8 per thread.
-REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
+REGISTERS = {2: (40, 232), 4: (32, 112)}
 MEMORY_REGISTERS, COMPUTE_REGISTERS = REGISTERS[COMPUTE]
 STAGES_MAX = 12  # More slots than this hide no more latency.
 

@@ -58,7 +58,9 @@ def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 1
         """Microseconds: the time of one group's product, as often as its tiles fit into the waves of all."""
         tiles = with_rows * max(1.0, rows / c.tile_n + 0.5) * -(-n // (c.tile_m * c.cluster_m))
         waves = max(1.0, tiles / resident(num_sms, c.cluster_m) + 0.5)
-        one = cost_int8_weights.predict(c, c.tile_n, c.tile_m * c.cluster_m, k, num_sms, bits) - cost.H200.start
+        conversion = (*CONVERT_4, SHARE / c.warpgroups) if bits == 4 else None
+        one = cost_int8_weights.predict(c, c.tile_n, c.tile_m * c.cluster_m, k, num_sms, bits, conversion)
+        one -= cost.H200.start
         memory = (with_rows * n * k * bits / 8 + 2 * m * (n + k)) / cost.H200.read / 1e6
         return cost.H200.start + cost.longer(waves * one, memory)
 
@@ -66,17 +68,17 @@ def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 1
     # Long steps of 4 bits gain nothing and leave more of the last one empty: gpt-oss's experts took longer.
     longest = 128 if bits == 4 else 256
     found = [c for c in found if c.split_k == 1 and c.tile_k <= longest]
-    found += [wide(c) for c in found if c.cluster_m == 1 and not c.overlap and c.tile_n <= WIDE.get(c.tile_k, 0)]
+    if bits == 4:  # Of 8 bits, a product of many rows took longer with four warpgroups.
+        few = [c for c in found if c.cluster_m == 1 and not c.overlap and c.tile_n <= ROWS_OF_FOUR.get(c.tile_k, 0)]
+        found += [dataclasses.replace(c, tile_m=256, warpgroups=4) for c in few]
     return sorted(found, key=predict)[:count]
 
 
-# Rows of the widest tile that leave four warpgroups enough registers, for steps of so many values of K.
-WIDE = {64: 128, 128: 48}
-
-
-def wide(c: Config) -> Config:
-    """Twice the columns, and four warpgroups for them."""
-    return dataclasses.replace(c, tile_m=2 * c.tile_m, warpgroups=2 * c.warpgroups)
+# The most rows of a tile that leave four warpgroups enough registers, for steps of so many values of K.
+ROWS_OF_FOUR = {64: 128, 128: 48}
+# us of a step of 4-bit weights, for each 16,384 of them as much more; and the share of the products that two
+# warpgroups do not hide, times two. Fitted to 15 grouped products of MXFP4 weights on one H200.
+CONVERT_4, SHARE = (0.13, 0.28), 1.4
 
 
 def _check(op: str, lhs, rhs, scales, transpose_rhs: bool) -> tuple[int, int, int]:
