@@ -18,19 +18,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _device
 from ..gemm.kernel import slot_of_piece, target_of_piece
 from ..gemm.plan import Plan
-from .kernel import capped, exp
+from .kernel import IGNORED, capped, exp
 
 
 def store_gradient(plan: Plan, out, place, stored, values, *, vocabulary: int, soft_cap: float | None, on: float,
                    off: float):  # fmt: skip
     """A compute warpgroup: the gradient of its share of a tile, in the place of gemm's `store`.
 
-    `vectors` hold, for each row, "label" as in `kernel.py`, "lse", "a" and "b"; and "first", the column of the
-    vocabulary that is o's first one. From column `vocabulary` on there are zeros.
+    `vectors` hold, for each row, "label" as in `kernel.py`, "lse", "a" and "b"; and "column", the one of the
+    vocabulary that is o's first one. From column `vocabulary` on there are zeros, and in rows that are ignored.
     """
     vectors, o_gmem, o_smem = out
     (row, col), (height, width), role = place, plan.store_piece, jax.lax.axis_index("role")
-    first = vectors["first"][0] + col
+    first = vectors["column"][0] + col
     load = lambda name, i: _device.load(vectors[name].at[pl.ds(row + i, height)], _device.ROWS)
     of_rows = {i: {name: load(name, i) for name in ("label", "lse", "a", "b")} for i, _ in plan.store_pieces}
     spread = lambda x: _device.spread(x, 0, (height, width))
@@ -43,7 +43,7 @@ def store_gradient(plan: Plan, out, place, stored, values, *, vocabulary: int, s
         if soft_cap is not None:
             ratio = z * (1 / soft_cap)
             g = g * (1.0 - ratio * ratio)
-        g = jnp.where(column < vocabulary, g, 0.0)
+        g = jnp.where(column < spread(jnp.where(label == IGNORED, 0, vocabulary)), g, 0.0)
         piece_smem, piece_tma = slot_of_piece(plan, o_smem, role, stored + number)
         piece_smem[...] = g.astype(plan.out_dtype)
         plgpu.commit_smem()
