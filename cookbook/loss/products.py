@@ -12,6 +12,7 @@ that counts before the gradient writes zeros there. With `transposed` the weight
 columns, and find it where it lies in the weight and in the weight's gradient. XLA would copy a slice.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -27,6 +28,7 @@ from ..gemm.launch import fused_product, launch
 from ..gemm.plan import Plan, identity, plan_of
 from .kernel_gradient import store_gradient
 
+LEAD = 0
 PITCH_MIN = 128  # The kernels along rows have a column for each thread.
 COLUMNS, ROWS = 128, 8  # Parts begin at multiples of these: TMA copies whole tiles of the swizzle.
 BEGIN = dict(column=COLUMNS, row=ROWS)  # The vectors that say where parts begin.
@@ -58,7 +60,8 @@ def plan(target: _host.Target, a, b, sizes, transposed, out_dtype, whole_tiles: 
     problem = cost.Problem(*sizes, transposed, (2, 2, out_dtype.itemsize), target.num_sms)
     config = _config(problem, whole_tiles)
     dtypes, num_sms, interpreted = (a.dtype, b.dtype), target.num_sms, target.interpreted
-    return plan_of(*sizes, dtypes, transposed, identity, out_dtype, config, num_sms, interpreted)
+    found = plan_of(*sizes, dtypes, transposed, identity, out_dtype, config, num_sms, interpreted)
+    return dataclasses.replace(found, lead=min(LEAD, found.num_stages - 2))
 
 
 def _product(target: _host.Target, a, b, sizes, transposed, out_dtype, scale=None, varies=True):
