@@ -22,16 +22,17 @@ and a "sum", without `return_lse`. Otherwise the backward pass computes the logi
 where it lies: to float32 sums of all blocks of rows; or, where this is faster, to the result itself, in 16 bits. There
 are at most four blocks then, larger ones, because no sums take their room.
 
-With memory="low", or where such sums leave no room, logits are never stored, and computed twice: four products. Blocks
-are of rows and of columns:
+With memory="low", or where such sums leave no room, logits are never stored, and computed twice: four products.
 
-    per block of rows     statistics, losses (as the loss alone)       product 1
+    all rows              statistics, losses (as the loss alone)       product 1
+    per block of rows
     and of columns        g = gradient of hidden @ weight^T            product 2, `kernel_gradient.py`
                           d_weight += g^T @ hidden                     product 3, where its rows lie in the result
                           d_hidden += g @ weight                       product 4, float32 sums of the block's rows
 
-Each block of rows adds to d_weight in 16 bits. There are few of them, two to four in the benchmark's problems, and at
-most 16.
+The hidden values, with zeros in ignored rows, lie in the memory of d_hidden, which takes their place block by block.
+Where a single block has all rows, each row of d_weight is written once. Otherwise each block of rows adds to d_weight
+in 16 bits. There are few of them, one or four in the benchmark's problems, and at most 16.
 
 A row that is ignored has no part in anything, even if it holds NaN: for the products it is a row of zeros.
 

@@ -8,8 +8,9 @@
 The logits have `pitch` columns, at least V, so that TMA can read rows of any vocabulary; what is beyond V holds nothing
 that counts before the gradient writes zeros there. With `transposed` the weight, and its gradient, is (H, V).
 
-`gradient_of_part`, `add_d_weight_of_part` and `add_d_hidden_of_part` do the same for a part of the vocabulary's
-columns, and find it where it lies in the weight and in the weight's gradient. XLA would copy a slice.
+`gradient_of_part`, `add_d_weight_of_part` and `add_d_hidden_of_part` do the same for a part of the rows and of the
+vocabulary's columns, and find it where it lies in hidden, in the weight and in the weight's gradient. XLA would copy a
+slice.
 """
 
 import dataclasses
