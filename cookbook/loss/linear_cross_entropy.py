@@ -55,7 +55,7 @@ from .blocks import Blocks, blocks_of
 from .cross_entropy import cross_entropy_reference
 from .losses import Options, Rows
 
-UNROLLED = 16  # Blocks of columns at most whose loop is unrolled: their numbers are constants then, and no kernels.
+UNROLLED = 8  # Blocks of columns at most whose loop is unrolled: their numbers are constants then, and no kernels.
 F16_GAIN = 2.0**10  # float16 has few exponents: a probability of one in a million is to keep its digits.
 
 
