@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _device
 from ..gemm.kernel import slot_of_piece, target_of_piece
 from ..gemm.plan import Plan
-from .kernel import IGNORED, capped, exp
+from .kernel import capped, exp
 
 
 def store_gradient(plan: Plan, out, place, stored, values, *, vocabulary: int, soft_cap: float | None, on: float,
@@ -26,7 +26,7 @@ def store_gradient(plan: Plan, out, place, stored, values, *, vocabulary: int, s
     """A compute warpgroup: the gradient of its share of a tile, in the place of gemm's `store`.
 
     `vectors` hold, for each row, "label" as in `kernel.py`, "lse", "a" and "b"; and "column", the one of the
-    vocabulary that is o's first one. From column `vocabulary` on there are zeros, and in rows that are ignored.
+    vocabulary that is o's first one. From column `vocabulary` on there are zeros.
     """
     vectors, o_gmem, o_smem = out
     (row, col), (height, width), role = place, plan.store_piece, jax.lax.axis_index("role")
@@ -43,7 +43,8 @@ def store_gradient(plan: Plan, out, place, stored, values, *, vocabulary: int, s
         if soft_cap is not None:
             ratio = z * (1 / soft_cap)
             g = g * (1.0 - ratio * ratio)
-        g = jnp.where(column < spread(jnp.where(label == IGNORED, 0, vocabulary)), g, 0.0)
+        at_edge = first + j + width > vocabulary
+        g = jax.lax.cond(at_edge, lambda g, column: jnp.where(column < vocabulary, g, 0.0), lambda g, _: g, g, column)
         piece_smem, piece_tma = slot_of_piece(plan, o_smem, role, stored + number)
         piece_smem[...] = g.astype(plan.out_dtype)
         plgpu.commit_smem()
