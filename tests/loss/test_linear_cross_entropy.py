@@ -319,22 +319,18 @@ def test_check_labels():
 # Mutants --------------------------------------------------------------------------------------------------------------
 
 
+def begin_without(lost: str):
+    return lambda **begin: {name: jnp.int32(x).reshape(1) * (name != lost) for name, x in begin.items()}
+
+
 @pytest.mark.parametrize(
     "name, wrong, blocks",
     [
         ("_without_ignored", lambda hidden, rows: hidden, ROWS),
         ("add_d_weight", lambda target, sums, *others: sums, ROWS),
         ("_kept_scale", lambda dtype, rows: jnp.float32(1), ROWS),
-        (
-            "_begin",
-            lambda **begin: {name: jnp.int32(x).reshape(1) * (name == "row") for name, x in begin.items()},
-            BOTH,
-        ),
-        (
-            "_begin",
-            lambda **begin: {name: jnp.int32(x).reshape(1) * (name != "row") for name, x in begin.items()},
-            BOTH,
-        ),
+        ("_begin", begin_without("column"), BOTH),
+        ("_begin", begin_without("row"), BOTH),
         ("add_d_hidden_of_part", lambda target, sums, *others: sums, BOTH),
         ("add_d_weight_of_part", lambda *args: add_d_weight_of_part(*args[:-1], False), BOTH),
         ("none", None, ROWS),
