@@ -81,13 +81,13 @@ def copy_step(plan: Plan, ring: Ring, slot, a_gmem, b_gmem, row, col, k):
         b.copy(b_gmem, b.at(col, k), ring.b_tma.at[slot], filled, shared=plan.axis_m)
 
 
-def multiply(plan: Plan, ring: Ring, before, steps, leads=None):
+def multiply(plan: Plan, ring: Ring, before, steps):
     """A compute warpgroup: the sums of its share of a tile. The tile's `steps` follow `before` others in the ring."""
-    of_tile = functools.partial(multiply_into, plan, ring, before, steps, leads=leads)
+    of_tile = functools.partial(multiply_into, plan, ring, before, steps)
     return pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile, jnp.float32))
 
 
-def multiply_into(plan: Plan, ring: Ring, before, steps, acc, leads=None):
+def multiply_into(plan: Plan, ring: Ring, before, steps, acc):
     """As `multiply`, in a given accumulator. WGMMA is asynchronous: a slot is given back one step late."""
     role = lax.axis_index("role")
 
@@ -96,9 +96,6 @@ def multiply_into(plan: Plan, ring: Ring, before, steps, acc, leads=None):
         start_product(plan, ring, ring.wait(before + step), role, acc)
         plgpu.wgmma_wait(1)  # The product before has ended.
         pl.when(step > 0)(lambda: ring.release(before + step - 1))
-        if leads is not None:
-            is_first = (role == 0) & (before + step == min(plan.lead, steps - 1))
-            pl.when(is_first)(lambda: plgpu.barrier_arrive(leads))
 
     values = acc[...]  # Waits for the last product.
     release_last(ring, before, steps)
@@ -238,7 +235,7 @@ def scale_and_shift(product, fused: dict):
 
 
 def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
-           sums_smem=None, summed=None, leads=None, copy=None, store_tile=None):  # fmt: skip
+           sums_smem=None, summed=None, copy=None, store_tile=None):  # fmt: skip
     """The kernel of `launch.fused_product`; see the tables above. For `copy` see `load`, for `store_tile` `compute`."""
     ring = plan.ring(a_smem, b_smem, filled, freed)
 
@@ -248,7 +245,5 @@ def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_sme
 
     @compute_role
     def _():
-        if leads is not None:
-            pl.when(lax.axis_index("role") == 1)(lambda: plgpu.barrier_wait(leads))
-        multiply_tile = lambda plan, before: multiply(plan, ring, before, plan.tiles.num_steps, leads)
+        multiply_tile = lambda plan, before: multiply(plan, ring, before, plan.tiles.num_steps)
         compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed), store_tile)

@@ -53,7 +53,6 @@ class Plan:
     others: tuple[tuple[str, Any], ...] = ()  # Further scratch of this kernel, not counted in `smem_bytes`.
     num_sums: int = 1  # Sums that a value of o is made of. Those of a warpgroup lie one below the other.
     four_bits: Any = None  # The format of operand a, if its values have 4 bits: a `FourBits` of `dense/four_bits.py`.
-    lead: int = 0  # Steps by which the first compute warpgroup is ahead of the second.
 
     @property
     def config(self) -> Config:
@@ -137,8 +136,6 @@ class Plan:
             filled=plgpu.Barrier(num_arrivals=self.copies, num_barriers=num_stages),
             freed=freed(num_arrivals=COMPUTE, num_barriers=num_stages),
         )
-        if self.lead:
-            scratch["leads"] = plgpu.Barrier(num_arrivals=1)
         for name, dtype, size in self.of_groups:
             groups = max(1, self.tiles.tile_k // size)
             scratch[f"{name}_smem"] = plgpu.SMEM((num_stages, groups, c.tile_m), dtype)

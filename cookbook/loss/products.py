@@ -13,7 +13,6 @@ vocabulary's columns, and find it where it lies in hidden, in the weight and in 
 slice.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -29,7 +28,6 @@ from ..gemm.launch import fused_product, launch
 from ..gemm.plan import Plan, identity, plan_of
 from .kernel_gradient import store_gradient
 
-LEAD = 0
 PITCH_MIN = 128  # The kernels along rows have a column for each thread.
 COLUMNS, ROWS = 128, 8  # Parts begin at multiples of these: TMA copies whole tiles of the swizzle.
 BEGIN = dict(column=COLUMNS, row=ROWS)  # The vectors that say where parts begin.
@@ -61,8 +59,7 @@ def plan(target: _host.Target, a, b, sizes, transposed, out_dtype, whole_tiles: 
     problem = cost.Problem(*sizes, transposed, (2, 2, out_dtype.itemsize), target.num_sms)
     config = _config(problem, whole_tiles)
     dtypes, num_sms, interpreted = (a.dtype, b.dtype), target.num_sms, target.interpreted
-    found = plan_of(*sizes, dtypes, transposed, identity, out_dtype, config, num_sms, interpreted)
-    return dataclasses.replace(found, lead=min(LEAD, found.num_stages - 2))
+    return plan_of(*sizes, dtypes, transposed, identity, out_dtype, config, num_sms, interpreted)
 
 
 def _product(target: _host.Target, a, b, sizes, transposed, out_dtype, scale=None, varies=True):
