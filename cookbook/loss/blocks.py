@@ -66,7 +66,7 @@ def blocks_of(rows: int, hidden: int, vocabulary: int, pitch: int, memory: str |
     if not found:  # Hidden values alone take the budget.
         found = [Blocks(max(size, min(UNIT, _up(rows, 8))), min(8 * UNIT, _up(pitch, UNIT)))]
 
-    def seconds_of_both(blocks: Blocks):  # Of what the number of blocks changes: not of the loss.
+    def seconds_of_both(blocks: Blocks):  # The loss takes as long with any blocks.
         size, cols, times = blocks.rows, blocks.cols, blocks.num(rows)
         logits = products.seconds((size, cols, hidden), (False, False), num_sms)
         d_weight = products.seconds((cols, hidden, size), (True, True), num_sms)

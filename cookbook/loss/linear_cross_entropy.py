@@ -55,7 +55,8 @@ from .blocks import Blocks, blocks_of
 from .cross_entropy import cross_entropy_reference
 from .losses import Options, Rows
 
-NOTHING = dict(lse=jnp.inf, a=0.0, b=0.0)  # Of an ignored row: its gradient is zero, whatever its logits are.
+# An ignored row's: the gradient is zero, whatever the logits are.
+NOTHING = dict(label=kernel.IGNORED, lse=jnp.inf, a=0.0, b=0.0)
 UNROLLED = 8  # Blocks of columns at most whose loop is unrolled: their numbers are constants then, and no kernels.
 F16_GAIN = 2.0**10  # float16 has few exponents: a probability of one in a million is to keep its digits.
 
@@ -197,9 +198,8 @@ def _by_rows_and_columns(problem: Problem, hidden, weight, labels, d_loss, d_lse
         start = jnp.minimum(i * size, length - size)
         cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
         is_new = start + jnp.arange(size) >= i * size
-        mine = {name: cut(x) for name, x in vectors.items()}
-        mine["label"] = jnp.where(is_new, mine["label"], kernel.IGNORED)
-        mine |= {name: jnp.where(mine["label"] == kernel.IGNORED, x, mine[name]) for name, x in NOTHING.items()}
+        counts = is_new & (cut(vectors["label"]) != kernel.IGNORED)
+        mine = {name: jnp.where(counts, cut(x), NOTHING[name]) for name, x in vectors.items()}
 
         def part(j, carry):
             d_weight, sums = carry
