@@ -39,17 +39,21 @@ LOGITS = {
 
 @pytest.mark.parametrize("top_k", [1, 3, 5])
 @pytest.mark.parametrize("name", LOGITS)
-@pytest.mark.parametrize("few", [0, 10**4], ids=("many", "few"))
+@pytest.mark.parametrize("few", [True, False], ids=("few", "many"))
 def test_every_choice_has_a_row_of_its_expert(monkeypatch, few, name, top_k):
-    monkeypatch.setattr(module, "FEW", few)  # Rows are counted in blocks of tokens, or all compared.
+    if not few:  # `top_k`, and counts in blocks of tokens.
+        monkeypatch.setattr(module.kernel_route, "fits", lambda *_: False)
     logits = array(LOGITS[name], jnp.float32)
-    # A function of its own: jit would take what it traced of `route` with another FEW.
-    weights, rows, sources, sizes = map(np.asarray, jax.jit(lambda logits: module.route(logits, top_k))(logits))
+    with lab.interpret() as seen:
+        routing = jax.jit(lambda logits: module.route(logits, top_k))(logits)
+    assert not seen.races_found
+    weights, rows, sources, sizes, of_rows = map(np.asarray, routing)
     experts = np.asarray(jax.lax.top_k(logits, top_k)[1])
     np.testing.assert_array_equal(sizes, np.bincount(experts.ravel(), minlength=logits.shape[1]))
     # Rows in the order of the experts, and of the tokens within each.
     order = np.argsort(experts.ravel(), kind="stable")
     np.testing.assert_array_equal(sources, order)
+    np.testing.assert_array_equal(of_rows, experts.ravel()[order])
     np.testing.assert_array_equal(rows.ravel()[order], np.arange(order.size))
     if np.isfinite(LOGITS[name]).all():
         np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-5)

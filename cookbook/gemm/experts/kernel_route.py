@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routing of few tokens in one launch: their experts and weights, the order of rows, the tables of the products.
 
-    weights[t] = softmax of the top_k largest logits[t, :];   a row for each choice, in the order of experts, then tokens
+    weights[t] = softmax of the top_k largest logits[t, :];   rows of choices in the order of experts, then of tokens
 
 Shapes: logits (T, E) float32 with T a multiple of 16 and E of 8, at most 128; `Results` has the others.
 
@@ -10,15 +10,15 @@ expert's group is how many earlier tokens chose the expert.
 
 | role | does |
 |---|---|
-| each warpgroup | takes the maximum of its tokens' logits top_k times, 8 threads for a token, as `select/kernel_rows.py` |
+| each warpgroup | takes the largest of its tokens' logits top_k times, 8 threads per token, as `select/kernel_rows.py` |
 | | marks the choices in `chosen`; then, a thread for each expert, counts them from token to token |
 | warpgroup 0 | adds up the experts' counts, finds the rows, and stores them, the sizes and the tables |
 
 | barrier | arrivals | says |
 |---|---|---|
-| counted | each warpgroup | choices, and how many each expert has among the warpgroup's tokens, are in shared memory |
+| counted | each warpgroup | choices, and how many each expert has of the warpgroup's tokens, are in shared memory |
 
-Bound by: latency: `top_k` rounds of two reductions that depend on each other, then the tokens of a warpgroup one by one.
+Bound by: latency: `top_k` rounds of two reductions that depend on each other, then a warpgroup's tokens one by one.
 """
 
 import dataclasses
@@ -180,9 +180,7 @@ def _route(logits_gmem, *outs, plan: Plan, expert_smem, chosen_smem, totals_smem
     out, wg = Results(*outs), lax.axis_index("wg")
     first = wg * plan.turns
     num = jnp.clip(plan.blocks - first, 0, plan.turns)
-    pl.loop(0, num)(
-        lambda turn: _choose(plan, first + turn, logits_gmem, out.weights, expert_smem, chosen_smem)
-    )
+    pl.loop(0, num)(lambda turn: _choose(plan, first + turn, logits_gmem, out.weights, expert_smem, chosen_smem))
     threads.sync(plan.interpreted)
     _device.store(totals_smem.at[wg], _count(chosen_smem, first * ROWS, num * ROWS))
     plgpu.barrier_arrive(counted)

@@ -13,9 +13,9 @@ packed ones of 4 bits (`packed.py`), MXFP4 as gpt-oss has them, or integers.
 The products are `ragged_dot`'s; SwiGLU is in the epilogue of the first, unless weights are packed or there are biases
 or a limit: then XLA applies these after the product, which is rounded to 16 bits before. `copy_rows` brings the tokens
 to their experts.
-Around them XLA runs a few small operations. Rows are not sorted: the row of a token in its expert's group is how many
-earlier tokens chose the expert. A product with a triangle counts them within blocks of tokens, and comparisons over
-blocks; of few rows, comparisons alone. XLA's own cumulative sum takes longer.
+Rows are not sorted: the row of a token in its expert's group is how many earlier tokens chose the expert. One kernel
+routes few tokens (`kernel_route.py`). For many `top_k` chooses, and XLA counts: a product with a triangle within blocks
+of tokens, and comparisons over blocks. XLA's own cumulative sum takes longer.
 
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
 times, and as many rows of the result are read.
@@ -34,12 +34,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import _host
+from ...select import top_k as largest
 from ..grouped.kernel_gated import swiglu
-from ..grouped.ragged_dot import ragged_dot
-from . import packed
+from ..grouped.ragged_dot import default_config, ragged_dot
+from ..grouped.tables import SCANNED_MAX, Groups
+from . import kernel_route, packed
 from .copy_rows import copy_rows
 
-FEW = 1024  # Rows that are all compared with each other.
 ALPHA = 1.702  # gpt-oss's SwiGLU has gate * sigmoid(ALPHA * gate).
 TOKENS = 128  # Tokens of a block: a product with a triangle counts within it, and then blocks are compared.
 
@@ -76,43 +77,67 @@ class Routing(NamedTuple):
     weights: jax.Array | None  # (T, top_k) float32.
     rows: jax.Array  # (T, top_k) int32: where a token's rows are.
     sources: jax.Array  # (T * top_k,) int32: whose row it is, as token * top_k + choice.
-    group_sizes: jax.Array  # (E,) int32: how many rows each expert has.
+    group_sizes: jax.Array | Groups  # (E,) int32: how many rows each expert has.
+    experts: jax.Array | None = None  # (T * top_k,) int32: the expert of each row.
 
 
 @_host.own_options()
-def route(router_logits, top_k: int, renormalize: bool = True) -> Routing:
-    """The `top_k` experts of each token, by its (T, E) logits, and where their rows are."""
+def route(router_logits, top_k: int, renormalize: bool = True, tiles: tuple[int, ...] = ()) -> Routing:
+    """The `top_k` experts of each token, by its (T, E) logits, and where their rows are.
+
+    With `tiles`, the products' tiles have so many rows: the kernel that routes few tokens makes their tables.
+    """
     logits = router_logits.astype(jnp.float32)
-    tokens, num_experts = logits.shape
-    chosen, experts = _top_k(logits, top_k)
-    weights = jax.nn.softmax(chosen) if renormalize else jnp.exp(chosen - jax.nn.logsumexp(logits, -1, keepdims=True))
-
-    places = _places_of_few if experts.size <= FEW else _places
-    # Without a barrier XLA finds each row again for each value that is read of it.
-    rows, group_sizes = lax.optimization_barrier(places(experts, num_experts))
-    copies = jnp.arange(tokens * top_k, dtype=jnp.int32)
+    if kernel_route.fits(*logits.shape, top_k):
+        weights, rows, experts, sizes, tables = _route_few(logits, top_k, renormalize, tiles)
+        weights, rows = weights.reshape(-1, top_k), rows.reshape(-1, top_k)
+        sizes = Groups(sizes, dict(zip(tiles, tables, strict=True))) if tiles else sizes
+    else:
+        _, chosen = largest(lax.stop_gradient(logits), top_k)
+        weights = _weights(logits, chosen, renormalize)
+        # Without a barrier XLA finds each row again for each value that is read of it.
+        rows, sizes = lax.optimization_barrier(_places(chosen, logits.shape[1]))
+        experts = _experts_of_rows(sizes, rows.size)
+    copies = jnp.arange(rows.size, dtype=jnp.int32)
     sources = jnp.zeros_like(copies).at[rows.ravel()].set(copies, mode="promise_in_bounds", unique_indices=True)
-    return Routing(weights, rows, sources, group_sizes)
+    return Routing(weights, rows, sources, sizes, experts)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _top_k(logits, top_k: int):
-    """The largest logits of each token, and whose they are. XLA's own gradient adds to the logits one by one."""
-    return tuple(lax.top_k(logits, top_k))
+def route_reference(router_logits, top_k: int, renormalize: bool = True) -> Routing:
+    """As `route`, in plain JAX, with a sort."""
+    _, chosen = lax.top_k(router_logits.astype(jnp.float32), top_k)
+    sources = jnp.argsort(chosen.ravel(), stable=True).astype(jnp.int32)
+    sizes = jnp.bincount(chosen.ravel(), length=router_logits.shape[1]).astype(jnp.int32)
+    weights, rows = _weights(router_logits.astype(jnp.float32), chosen, renormalize), jnp.argsort(sources)
+    return Routing(weights, rows.reshape(chosen.shape), sources, sizes, chosen.ravel()[sources])
 
 
-def _top_k_fwd(logits, top_k: int):
-    chosen, experts = _top_k(logits, top_k)
-    return (chosen, experts), (experts, jnp.empty((0, logits.shape[1]), logits.dtype))
+def _weights(logits, experts, renormalize: bool):
+    """(T, top_k) weights of chosen `experts`, whose logits comparisons pick: a gather's gradient adds one by one."""
+    is_choice = experts[:, :, None] == jnp.arange(logits.shape[1], dtype=jnp.int32)[None, None]
+    chosen = jnp.where(is_choice, logits[:, None], 0).sum(-1)
+    return jax.nn.softmax(chosen) if renormalize else jnp.exp(chosen - jax.nn.logsumexp(logits, -1, keepdims=True))
 
 
-def _top_k_bwd(top_k: int, residuals, gradients):
-    experts, like = residuals
-    is_choice = experts[:, :, None] == jnp.arange(like.shape[1], dtype=jnp.int32)[None, None]
-    return (jnp.where(is_choice, gradients[0][:, :, None], 0).sum(1),)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _route_few(logits, top_k: int, renormalize: bool, tiles: tuple[int, ...]):
+    params = _host.compiler_params(unsafe_no_auto_barriers=True)  # `threads.sync` stands where one is needed.
+    return kernel_route.route_few(logits, top_k, renormalize, tiles, _host.require_target("moe"), params)
 
 
-_top_k.defvjp(_top_k_fwd, _top_k_bwd)
+def _route_few_fwd(logits, *options):
+    routed = _route_few(logits, *options)
+    return routed, (logits, routed.rows, routed.experts)
+
+
+def _route_few_bwd(top_k: int, renormalize: bool, tiles, residuals, gradients):
+    logits, rows, experts = residuals
+    experts = _take(experts, rows).reshape(-1, top_k)
+    _, of_weights = jax.vjp(lambda logits: _weights(logits, experts, renormalize), logits)
+    return of_weights(gradients.weights.reshape(-1, top_k))
+
+
+_route_few.defvjp(_route_few_fwd, _route_few_bwd)
 
 
 def _places(experts, num_experts: int):
@@ -135,12 +160,10 @@ def _places(experts, num_experts: int):
     return places.at[token, experts].get(mode="promise_in_bounds"), sizes
 
 
-def _places_of_few(experts, num_experts: int):
-    """As `_places`, by comparing all rows with each other."""
-    row = experts.ravel() * experts.size + jnp.arange(experts.size, dtype=jnp.int32)  # By experts, then by tokens.
-    is_before = row[None, :] < row[:, None]
-    is_in = experts.reshape(1, -1) == jnp.arange(num_experts, dtype=jnp.int32)[:, None]
-    return is_before.sum(1, dtype=jnp.int32).reshape(experts.shape), is_in.sum(1, dtype=jnp.int32)
+def _experts_of_rows(sizes, num_rows: int):
+    expert, row = jnp.arange(len(sizes), dtype=jnp.int32), jnp.arange(num_rows, dtype=jnp.int32)
+    ends = jnp.where(expert[None, :] <= expert[:, None], sizes[None, :], 0).sum(1, dtype=jnp.int32)
+    return (row[:, None] >= ends[None, :]).sum(1, dtype=jnp.int32)
 
 
 def _take(x, index):
@@ -166,16 +189,13 @@ def swiglu_of(limit: float | None):
     return swiglu if limit is None else clamped
 
 
-def biased(rows, bias, group_sizes, group_offset=None):
+def biased(rows, bias, experts, group_offset=None):
     """(M, N) rows in float32, with the bias of each row's expert added, of (E, N); None adds nothing. As in
     `ragged_dot`, `bias` may begin with the expert `group_offset`; a row of an expert that it lacks stays as it is."""
     rows = rows.astype(jnp.float32)
     if bias is None:
         return rows
-    expert, row = jnp.arange(len(group_sizes), dtype=jnp.int32), jnp.arange(len(rows), dtype=jnp.int32)
-    ends = jnp.where(expert[None, :] <= expert[:, None], group_sizes[None, :], 0).sum(1, dtype=jnp.int32)
-    number = (row[:, None] >= ends[None, :]).sum(1, dtype=jnp.int32)
-    number = number if group_offset is None else number - jnp.asarray(group_offset, jnp.int32).reshape(())
+    number = experts if group_offset is None else experts - jnp.asarray(group_offset, jnp.int32).reshape(())
     return rows + _rows_of(bias.astype(jnp.float32), number)
 
 
@@ -356,7 +376,7 @@ def moe(
     swiglu_limit, is_packed = _limit_of(swiglu_limit), isinstance(w_down, tuple)
     if x.size == 0:
         return jnp.zeros_like(x)
-    _host.require_tensor_cores("moe")
+    num_sms = _host.require_tensor_cores("moe").num_sms
     arrays, tree = jax.tree.flatten((x, router_logits, w_gate_up, w_down, b_gate_up, b_down))
     if is_packed:
         arrays = _host.without_gradient("moe", f"{_host.PACKAGE}.moe of widened weights", *arrays)
@@ -364,12 +384,18 @@ def moe(
         arrays = _host.reverse_only("moe", *arrays)
     x, router_logits, w_gate_up, w_down, b_gate_up, b_down = jax.tree.unflatten(tree, arrays)
     tokens = x.reshape(-1, x.shape[-1])
-    routing = route(router_logits.reshape(len(tokens), -1), top_k, renormalize)
-    places = routing._replace(weights=None)
-    of_groups = dict(group_sizes=routing.group_sizes, group_offset=group_offset)
-    product = functools.partial(packed.product if is_packed else ragged_dot, **of_groups)
-    add = functools.partial(biased, **of_groups)
-    if b_gate_up is None and swiglu_limit is None and not is_packed:
+    is_gated = b_gate_up is None and swiglu_limit is None and not is_packed
+    num, num_experts = top_k * len(tokens), router_logits.shape[-1]
+    tiles = ()
+    if group_offset is None and num_experts > SCANNED_MAX:  # Otherwise the products need no table, or another one.
+        tiles = _tiles_of(num, num_experts, tokens, w_gate_up, w_down, is_gated, num_sms)
+    routing = route(router_logits.reshape(len(tokens), -1), top_k, renormalize, tiles)
+    places = routing._replace(weights=None, experts=None)
+    product = functools.partial(
+        packed.product if is_packed else ragged_dot, group_sizes=routing.group_sizes, group_offset=group_offset
+    )
+    add = functools.partial(biased, experts=routing.experts, group_offset=group_offset)
+    if is_gated:
         inner = product(_permute(tokens, places), w_gate_up, activation="swiglu")
     else:
         both = product(_permute(tokens, places), w_gate_up)
@@ -377,6 +403,23 @@ def moe(
     out = product(inner, w_down)
     out = out if b_down is None else add(out, b_down).astype(x.dtype)
     return _combine(out, routing.weights, places).reshape(x.shape)
+
+
+def _tiles_of(num_rows: int, num_experts: int, tokens, w_gate_up, w_down, is_gated: bool, num_sms: int):
+    """How many rows the tiles of the two products have."""
+    if isinstance(w_down, tuple):
+        hidden, inner = tokens.shape[1], w_gate_up[0].shape[1] // 2
+        sizes = (2 * inner, hidden), (hidden, inner)
+        axes = [(packed.default_config(num_rows, n, k, num_experts, num_sms), 1) for n, k in sizes]
+    else:
+        _, inner, hidden = w_down.shape
+        sizes = (inner if is_gated else 2 * inner, hidden, is_gated), (hidden, inner, False)
+        configs = [
+            default_config(num_rows, n, k, num_experts, tokens.dtype, is_gated=gated, num_sms=num_sms)
+            for n, k, gated in sizes
+        ]
+        axes = [(config, int(config.swapped)) for config in configs]
+    return tuple(sorted({(c.tile_m * c.cluster_m, c.tile_n * c.cluster_n)[axis] for c, axis in axes}))
 
 
 def flops(tokens: int, top_k: int, hidden: int, inner: int) -> int:
