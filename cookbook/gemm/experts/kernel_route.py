@@ -3,14 +3,14 @@
 
     weights[t] = softmax of the top_k largest logits[t, :];   rows of choices in the order of experts, then of tokens
 
-Shapes: logits (T, E) float32 with T a multiple of 16 and E of 8, at most 128; `Results` has the others.
+Shapes: logits (T, E) float32 with T a multiple of 16 and E a power of 2, from 8 to 128; `Results` has the others.
 
 One block, a warpgroup for each 16 tokens, at most 4. No rows are sorted or compared: the row of a token in its
 expert's group is how many earlier tokens chose the expert.
 
 | role | does |
 |---|---|
-| each warpgroup | takes the largest of its tokens' logits top_k times, 8 threads per token, as `select/kernel_rows.py` |
+| each warpgroup | takes its tokens' largest logits top_k times, 8 threads per token, as `select/kernel_rows.py` |
 | | marks the choices in `chosen`; then, a thread for each expert, counts them from token to token |
 | warpgroup 0 | adds up the experts' counts, finds the rows, and stores them, the sizes and the tables |
 
@@ -87,7 +87,7 @@ def fits(tokens: int, experts: int, top_k: int) -> bool:
 def _choose(plan: Plan, block, logits_gmem, weights_gmem, expert_smem, chosen_smem):
     """Experts and weights of the 16 tokens of `block`; marks their choices with 1, all else with 0."""
     cols = logits_gmem.shape[1]
-    form = layout(next(vec for vec in (4, 2, 1) if cols % (LANES * vec) == 0))
+    form = layout(min(4, cols // LANES))
     logits = _device.load(logits_gmem.at[pl.ds(block * ROWS, ROWS)], form)
     column = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=form)
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=form.reduce(1))
@@ -195,7 +195,8 @@ def _route(logits_gmem, *outs, plan: Plan, expert_smem, chosen_smem, totals_smem
 def route_few(logits, top_k: int, renormalize: bool, tiles: tuple[int, ...], target: _host.Target, params) -> Results:
     """The routing of (T, E) `logits` as `fits` has them."""
     plan = Plan(*logits.shape, top_k, renormalize, tiles, target.interpreted)
-    logits = _host.pad_to_tiles(logits, (ROWS, LANES))
+    # Shared memory takes marks of a power of 2 of columns.
+    logits = _host.pad_to_tiles(logits, (ROWS, max(LANES, 1 << (plan.experts - 1).bit_length())))
     rows, num = logits.shape[0], plan.choices
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     entries = [row_entries(num, plan.experts, tile) for tile in tiles]
