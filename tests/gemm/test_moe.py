@@ -132,7 +132,10 @@ def test_gradients_of_biases(offset):
     start = offset or 0
     number = np.repeat(np.arange(4), sizes) - start
     padded = lambda bias: jnp.pad(bias, ((start, 4 - start - len(bias)), (0, 0)))[number + start]
-    fns = lambda rows, bias: module.biased(rows, bias, np.repeat(np.arange(4), sizes), offset), lambda rows, bias: rows + padded(bias)
+    fns = (
+        lambda rows, bias: module.biased(rows, bias, np.repeat(np.arange(4), sizes), offset),
+        lambda rows, bias: rows + padded(bias),
+    )
     for wrt in (0, 1):
         found, wanted = (jax.grad(lambda *args, fn=fn: (fn(*args) * scale).sum(), wrt)(rows, bias) for fn in fns)
         np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import _host
-from ...select import top_k as largest
+from ...select.top_k import top_k as largest
 from ..grouped.kernel_gated import swiglu
 from ..grouped.ragged_dot import default_config, ragged_dot
 from ..grouped.tables import SCANNED_MAX, Groups
