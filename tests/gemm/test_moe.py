@@ -44,13 +44,14 @@ TILES = 8, 24  # The products' tiles have so many rows.
 
 
 @pytest.mark.parametrize("name, top_k", list(zip(LOGITS, (5, 3, 1, 3, 5), strict=True)))
-@pytest.mark.parametrize("few", [True, False], ids=("few", "many"))
+@pytest.mark.parametrize("few", [True, 0, 10**4], ids=("kernel", "blocks", "comparisons"))
 def test_every_choice_has_a_row_of_its_expert(monkeypatch, few, name, top_k):
-    if not few:  # `top_k`, and counts in blocks of tokens.
+    if few is not True:  # `top_k`, and counts in blocks of tokens, or all rows compared.
         monkeypatch.setattr(kernel_route, "fits", lambda *_: False)
+        monkeypatch.setattr(module, "FEW", few)
     logits = array(LOGITS[name], jnp.float32)
     with lab.interpret() as seen:
-        routing = jax.tree.map(np.asarray, module.route(logits, top_k, tiles=TILES if few else ()))
+        routing = jax.tree.map(np.asarray, module.route(logits, top_k, tiles=TILES if few is True else ()))
     assert not seen.races_found
     weights, rows, sources, groups, of_rows = routing
     experts = np.asarray(jax.lax.top_k(logits, top_k)[1])
@@ -62,7 +63,7 @@ def test_every_choice_has_a_row_of_its_expert(monkeypatch, few, name, top_k):
     np.testing.assert_array_equal(rows.ravel()[order], np.arange(order.size))
     if np.isfinite(LOGITS[name]).all():
         np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-5)
-    for tile in TILES if few else ():
+    for tile in TILES if few is True else ():
         table = groups.tables[tile]
         wanted = tables.row_table(*tables.bounds(jnp.asarray(groups.sizes), order.size), order.size, tile)
         np.testing.assert_array_equal(table.after, wanted.after)

@@ -15,7 +15,7 @@ or a limit: then XLA applies these after the product, which is rounded to 16 bit
 to their experts.
 Rows are not sorted: the row of a token in its expert's group is how many earlier tokens chose the expert. One kernel
 routes few tokens (`kernel_route.py`). For many `top_k` chooses, and XLA counts: a product with a triangle within blocks
-of tokens, and comparisons over blocks. XLA's own cumulative sum takes longer.
+of tokens, and comparisons over blocks; of few rows, comparisons alone. XLA's own cumulative sum takes longer.
 
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
 times, and as many rows of the result are read.
@@ -41,6 +41,7 @@ from ..grouped.tables import SCANNED_MAX, Groups
 from . import kernel_route, packed
 from .copy_rows import copy_rows
 
+FEW = 1024  # Rows that are all compared with each other, where there are too many experts for the kernel.
 ALPHA = 1.702  # gpt-oss's SwiGLU has gate * sigmoid(ALPHA * gate).
 TOKENS = 128  # Tokens of a block: a product with a triangle counts within it, and then blocks are compared.
 
@@ -96,7 +97,8 @@ def route(router_logits, top_k: int, renormalize: bool = True, tiles: tuple[int,
         _, chosen = largest(lax.stop_gradient(logits), top_k)
         weights = _weights(logits, chosen, renormalize)
         # Without a barrier XLA finds each row again for each value that is read of it.
-        rows, sizes = lax.optimization_barrier(_places(chosen, logits.shape[1]))
+        places = _places_of_few if chosen.size <= FEW else _places
+        rows, sizes = lax.optimization_barrier(places(chosen, logits.shape[1]))
         experts = _experts_of_rows(sizes, rows.size)
     copies = jnp.arange(rows.size, dtype=jnp.int32)
     sources = jnp.zeros_like(copies).at[rows.ravel()].set(copies, mode="promise_in_bounds", unique_indices=True)
@@ -158,6 +160,14 @@ def _places(experts, num_experts: int):
     places = (so_far - 1 + (starts + before)[:, None]).reshape(-1, num_experts)
     token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
     return places.at[token, experts].get(mode="promise_in_bounds"), sizes
+
+
+def _places_of_few(experts, num_experts: int):
+    """As `_places`, by comparing all rows with each other."""
+    row = experts.ravel() * experts.size + jnp.arange(experts.size, dtype=jnp.int32)  # By experts, then by tokens.
+    is_before = row[None, :] < row[:, None]
+    is_in = experts.reshape(1, -1) == jnp.arange(num_experts, dtype=jnp.int32)[:, None]
+    return is_before.sum(1, dtype=jnp.int32).reshape(experts.shape), is_in.sum(1, dtype=jnp.int32)
 
 
 def _experts_of_rows(sizes, num_rows: int):
