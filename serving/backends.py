@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import cookbook
 from cookbook.attn.cache.rope_write_kv import rope_write_kv_reference
 from cookbook.gemm.dense.matmul_int4_weights import group_size_of
-from cookbook.gemm.experts.moe import biased, route_reference, swiglu_of
+from cookbook.gemm.experts.moe import biased, swiglu_of
+from cookbook.gemm.experts.route import route_reference
 from cookbook.rows.rms_norm import rms_norm_reference
 from serving.quantized import Packed
 from serving.weights import Int8
