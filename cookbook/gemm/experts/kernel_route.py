@@ -94,15 +94,15 @@ def _choose(plan: Plan, block, logits_gmem, weights_gmem, expert_smem, chosen_sm
     is_token = block * ROWS + row < plan.tokens
     of_row = lambda number: lax.broadcast_in_dim(number, logits.shape, [0])
     here, slot = pl.ds(block * ROWS * plan.top_k, ROWS * plan.top_k), row * plan.top_k
-    keys, left, values = jnp.where(column < plan.experts, to_key(logits), LOWEST), column, []
+    # What is taken, and padding, has the lowest key: no logit has.
+    keys, values = jnp.where(column < plan.experts, jnp.maximum(to_key(logits), LOWEST + 1), LOWEST), []
     for i in range(plan.top_k):
         top = jnp.max(keys, axis=1)
-        expert = jnp.min(jnp.where(keys == of_row(top), left, HIGHEST), axis=1)
+        expert = jnp.min(jnp.where(keys == of_row(top), column, HIGHEST), axis=1)
         threads.scatter(expert_smem.at[here], slot + i, expert, form.reduce(1), plan.interpreted)
         values.append(from_key(top, jnp.float32))
-        gone = left == of_row(expert)
-        keys, left = jnp.where(gone, LOWEST, keys), jnp.where(gone, HIGHEST, left)
-    marks = jnp.where((left == HIGHEST) & of_row(is_token), 1, 0)
+        keys = jnp.where(column == of_row(expert), LOWEST, keys)
+    marks = jnp.where((keys == LOWEST) & (column < plan.experts) & of_row(is_token), 1, 0)
     _device.store(chosen_smem.at[pl.ds(block * ROWS, ROWS), pl.ds(0, cols)], marks)
 
     most = values[0]
