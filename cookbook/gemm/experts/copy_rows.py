@@ -32,7 +32,7 @@ def _kernel(x_gmem, places_gmem, out_gmem, x_smem, filled):
     @pl.loop(0, jnp.minimum(num, tokens - first))
     def _(i):
         places = [places_gmem[first + i, j] for j in range(places_gmem.shape[1])]  # All are in flight together.
-        pl.when(i == 0)(lambda: plgpu.barrier_wait(filled))  # Meanwhile the first row's places are on their way.
+        pl.when(i == 0)(lambda: plgpu.barrier_wait(filled))  # The first row's places are in flight meanwhile.
         for place in places:
             plgpu.copy_smem_to_gmem(x_smem.at[i], out_gmem.at[place, columns])
 

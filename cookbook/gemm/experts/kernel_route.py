@@ -94,7 +94,7 @@ def _choose(plan: Plan, block, logits_gmem, weights_gmem, expert_smem, chosen_sm
     is_token = block * ROWS + row < plan.tokens
     of_row = lambda number: lax.broadcast_in_dim(number, logits.shape, [0])
     here, slot = pl.ds(block * ROWS * plan.top_k, ROWS * plan.top_k), row * plan.top_k
-    # What is taken, and padding, has the lowest key: no logit has.
+    # Padding and logits that were taken have the lowest key, which no other logit has.
     keys, values = jnp.where(column < plan.experts, jnp.maximum(to_key(logits), LOWEST + 1), LOWEST), []
     for i in range(plan.top_k):
         top = jnp.max(keys, axis=1)
