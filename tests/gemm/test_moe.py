@@ -33,7 +33,7 @@ def operands(tokens=70, experts=6, hidden=72, inner=64):
 # Routing --------------------------------------------------------------------------------------------------------------
 
 LOGITS = {
-    "random": np.random.default_rng(0).normal(size=(200, 16)),
+    "random": np.random.default_rng(0).normal(size=(140, 16)),
     "one block": np.random.default_rng(0).normal(size=(64, 5)),
     "all the same": np.zeros((150, 8)),
     "the same experts": np.zeros((130, 1)) + np.arange(9),

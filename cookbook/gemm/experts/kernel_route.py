@@ -18,7 +18,8 @@ expert's group is how many earlier tokens chose the expert.
 |---|---|---|
 | counted | each warpgroup | choices, and how many each expert has of the warpgroup's tokens, are in shared memory |
 
-Bound by: latency: `top_k` rounds of two reductions that depend on each other, then a warpgroup's tokens one by one.
+Bound by: latency, `top_k` rounds of two reductions that depend on each other; with 128 experts by the instructions of
+one SM, about 7 per logit and round.
 """
 
 import dataclasses
@@ -39,10 +40,14 @@ from ...select.kernel_rows import K_MAX, LANES, ROWS, layout
 from ..grouped.tables import Table, row_entries
 
 TOKENS_MAX, EXPERTS_MAX = 256, WARPGROUP  # Shared memory holds 4 bytes for each pair of them.
+# Logits times top_k. One SM of an H200 takes 19 us for so many, and XLA, with the tables, 12 launches as long.
+WORK_MAX = 2**18
 AT_ONCE = 8  # Tokens whose marks a thread loads together.
 
 
 class Results(NamedTuple):
+    """Rows and tables, as the kernel stores them."""
+
     weights: jax.Array  # (T * top_k,) float32.
     rows: jax.Array  # (T * top_k,) int32: where the row of each choice is.
     experts: jax.Array  # (T * top_k,) int32: the expert of each row.
@@ -81,7 +86,9 @@ class Plan:
 
 
 def fits(tokens: int, experts: int, top_k: int) -> bool:
-    return tokens <= TOKENS_MAX and experts <= EXPERTS_MAX and top_k <= K_MAX
+    """Whether the kernel can, and takes no longer than XLA."""
+    is_small = tokens <= TOKENS_MAX and experts <= EXPERTS_MAX and top_k <= K_MAX
+    return is_small and tokens * experts * top_k <= WORK_MAX
 
 
 def _choose(plan: Plan, block, logits_gmem, weights_gmem, expert_smem, chosen_smem):
