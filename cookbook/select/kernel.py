@@ -113,6 +113,17 @@ class Part:
         bits = lambda ref: threads.bits(ref, self.place(p), self.plan.vec, interpreted)
         return row.read(lambda ref: self.values(ref, p), bits)
 
+    def best(self, row: Logits, score_of, interpreted: bool):
+        """(scores, columns): the highest of the keys that `score_of` makes of logits and columns, of those that have
+        the same place in their pieces."""
+
+        def better(p, best):
+            score = jnp.where(self.is_fresh(p), score_of(self.logits(row, p, interpreted), self.place(p)), LOWEST)
+            is_better = score > best[0]  # Pieces come in order: of equal scores the first stays.
+            return jnp.where(is_better, score, best[0]), jnp.where(is_better, self.place(p), best[1])
+
+        return self.over(better, (self.column() * 0 + LOWEST, self.column() * 0 + HIGHEST))
+
     def load(self, x: Logits, key_of, interpreted: bool):
         """Fills `keys_smem`. Returns the maxima of groups of keys."""
         plan = self.plan

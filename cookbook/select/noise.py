@@ -49,6 +49,6 @@ def gumbel(key, column):
 
 def gumbel_bound(key, column):
     """float32 at least as high as the noise of int32 columns, by one logarithm: -log(1 - u) is at least u."""
-    # The last step of the mixing leaves the 16 higher bits as they are; u is 2**-32 or more where they are 0.
-    high = lax.shift_right_logical(_stir(_mix(column + key[0]) ^ key[1]), jnp.int32(16)).astype(jnp.float32)
-    return (16 * LOG_2 + 1e-3) - jnp.log(high + 2.0**-16)  # All that may be rounded otherwise is far below 1e-3.
+    # The last step of the mixing is left out. It changes the lower 16 bits by no more than the number of the higher 16.
+    almost = lax.bitcast_convert_type(_stir(_mix(column + key[0]) ^ key[1]), jnp.uint32).astype(jnp.float32)
+    return (32 * LOG_2 + 2e-3) - jnp.log(almost + 1e-3)  # Both, and all that is rounded, move the log by below 2e-3.

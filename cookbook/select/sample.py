@@ -33,13 +33,11 @@ import numpy as np
 from .. import _host
 from .._device import WARPGROUP
 from . import kernel, kernel_best, kernel_draw, kernel_mass, noise
-from .kernel_best import SCORED
 from .kernel_draw import inverse
 from .kernel_mass import logit_key
 from .logits import BITS, Logits, logit, packed, widened
 from .top_k import COLUMNS_MAX, K_MAX
 
-CANDIDATES = 8
 FLOATS, SETS = (jnp.float32, jnp.bfloat16, jnp.float16), (jnp.bool_, jnp.int32, jnp.uint32)
 
 
@@ -86,18 +84,15 @@ def _distance(min_p, temperature):
 
 def _of_candidates(logits, limits, of_row, target, params):
     _, top_p, min_p = limits
-    temperature = of_row[2]
-    select = functools.partial(kernel.stages, logits, target=target, params=params)
-    _, index = select(min(CANDIDATES, logits.shape[1]), jnp.float32, key_of=_score, of_row=of_row, values=SCORED)
-    parts = kernel_mass.masses(logits, temperature, top_p, index, target, params)
-    distance = _distance(min_p, temperature)
-    return kernel_mass.choose(logits, parts, index, top_p, distance, _score, of_row, target, params)
+    candidates = kernel_best.best_few(logits, top_p, _score, _bound, of_row, target, params)
+    parts = kernel_mass.masses(logits, of_row[2], top_p, candidates, target, params)
+    return kernel_mass.choose(logits, parts, top_p, _distance(min_p, of_row[2]), _score, of_row, target, params)
 
 
 def _log_probabilities(logits, tokens, num: int, target, params):
     """(of the tokens, the `num` best, their tokens), of softmax(logits)."""
     one = np.ones(1, np.float32)
-    parts = kernel_mass.masses(logits, one, one, tokens[:, None], target, params)
+    parts = kernel_mass.masses(logits, one, one, (tokens[:, None],) * 2, target, params)
     log_sum, chosen = kernel_mass.log_sum(parts, logits.shape[1])[:, None], parts[:, 3, :1]
     best, index = chosen[:, :0], jnp.zeros((len(tokens), 0), jnp.int32)
     if num:

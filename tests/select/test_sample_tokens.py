@@ -9,7 +9,7 @@ import pytest
 
 import lab
 from cookbook import sample
-from cookbook.select import kernel_mass, logits, noise, threads
+from cookbook.select import kernel_best, kernel_mass, logits, noise, threads
 from fuzz.select import CHANGES, changed, changes_of, gumbel, in_words, sampled
 from tests.arrays import array
 
@@ -127,7 +127,8 @@ def test_an_integer_is_compiled_for_and_an_array_is_not(top_k, k, monkeypatch):
 def test_candidates_that_run_out(monkeypatch):
     """Where no candidate is kept the draw goes on, to the same token."""
     x = array(np.random.default_rng(4).standard_normal((3, 300)), F32)
-    monkeypatch.setattr(module, "CANDIDATES", 1)
+    monkeypatch.setattr(kernel_best, "SLOTS", 2)
+    monkeypatch.setattr(kernel_best, "FEW", 1)
     jax.clear_caches()
     tokens(x, top_p=0.02)
     jax.clear_caches()
