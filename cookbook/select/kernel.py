@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
-from .._device import WARPGROUP, Ref
+from .._device import WARP, WARPGROUP, Ref
 from . import logits, threads
 from .logits import Logits
 from .plan import VALUES, Plan, plan_of
@@ -229,32 +229,52 @@ def sort(key_smem, index_smem, interpreted: bool):
     """(key, index), the slots in order, the highest key first and of equal ones the lowest index: a bitonic network.
 
     In each step a slot meets the one that differs from it by `distance`; within runs of `run` slots, every second one
-    in reverse, the better of both goes to the front.
+    in reverse, the better of both goes to the front. A thread has neighbouring slots, so that most meet in a thread or
+    in a warp.
     """
-    size = key_smem.shape[0]
-    layout = threads.PER_THREAD
-    slot = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
-    stages = size.bit_length() - 1
+    size, layout = key_smem.shape[0], threads.PER_THREAD
+    each = size // WARPGROUP  # Slots of a thread.
+    at = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+    slot = (at & (WARPGROUP - 1)) * each + (at >> (WARPGROUP.bit_length() - 1))
 
-    def step(_, state):
-        key, index, run, distance = state
+    def partners(array, ref, distance):
+        if distance < each:
+            return threads.of_register(array, distance, interpreted)
+        if distance < each * WARP:
+            return threads.of_lane(array, distance // each, interpreted)
+        _device.store(ref, array)
         threads.sync(interpreted)
-        _device.store(key_smem, key)
-        _device.store(index_smem, index)
+        found = threads.gather(ref, at ^ distance // each, 1, interpreted)
         threads.sync(interpreted)
-        other = slot ^ distance
-        other_key = threads.gather(key_smem, other, 1, interpreted)
-        other_index = threads.gather(index_smem, other, 1, interpreted)
+        return found
+
+    def meet(state, run, distance):
+        key, index = state
+        other_key, other_index = map(functools.partial(partners, distance=distance), state, (key_smem, index_smem))
         better = (key > other_key) | ((key == other_key) & (index < other_index))
         is_front = jnp.where((slot & distance) == 0, 1, 0) ^ jnp.where((slot & run) == 0, 1, 0) ^ 1
         stays = better.astype(jnp.int32) == is_front
-        key, index = jnp.where(stays, key, other_key), jnp.where(stays, index, other_index)
-        done = distance == 1
-        return key, index, jnp.where(done, run * 2, run), jnp.where(done, run, distance >> 1)
+        return jnp.where(stays, key, other_key), jnp.where(stays, index, other_index)
 
-    loaded = [_device.load(ref, layout) for ref in (key_smem, index_smem)]
-    state = (*loaded, jnp.int32(2), jnp.int32(1))
-    return lax.fori_loop(0, stages * (stages + 1) // 2, step, state)[:2]
+    def stage(s, state):
+        run, distance = 2 << s, size // 2
+        while distance:
+            met = functools.partial(meet, run=run, distance=distance)
+            state = lax.cond(distance < run, met, lambda state: state, state)
+            distance //= 2
+        return state
+
+    loaded = tuple(_device.load(ref, layout) for ref in (key_smem, index_smem))
+    threads.sync(interpreted)
+    state = lax.fori_loop(0, size.bit_length() - 1, stage, loaded)
+    if each == 1:
+        return state
+    # In the order of `at` again, through shared memory; the lowest bits are mixed, so that banks do not conflict.
+    place = lambda slot: (slot % each * WARPGROUP + slot // each) ^ (slot % each % WARP)
+    for ref, array in zip((key_smem, index_smem), state, strict=True):
+        threads.scatter(ref, place(slot), array, layout, interpreted)
+    threads.sync(interpreted)
+    return tuple(threads.gather(ref, place(at), 1, interpreted) for ref in (key_smem, index_smem))
 
 
 def _select(*refs, plan: Plan, of_refs, num: int, key_of, finish, interpreted: bool):

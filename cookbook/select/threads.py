@@ -112,6 +112,31 @@ def spread(x, size: int, vec: int, interpreted: bool):
     return copies(x, plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout))
 
 
+def of_lane(x, distance: int, interpreted: bool):
+    """What the thread whose number differs by `distance`, a power of 2 below 32, has of `x`, `PER_THREAD`."""
+    if interpreted:
+        return x[jnp.arange(x.shape[0]) ^ distance]
+
+    @plgpu.inline_mgpu(arg_types=(PER_THREAD,), return_type=_array(x.shape, x.dtype, PER_THREAD))
+    def exchange(_, x):
+        return _like(x, [mgpu.utils.shfl_bfly(value, distance) for value in _values(x)])
+
+    return exchange(x)
+
+
+def of_register(x, distance: int, interpreted: bool):
+    """What a thread has of `x`, `PER_THREAD`, in the register whose number differs by `distance`."""
+    if interpreted:
+        return x[jnp.arange(x.shape[0]) ^ (distance * WARPGROUP)]
+
+    @plgpu.inline_mgpu(arg_types=(PER_THREAD,), return_type=_array(x.shape, x.dtype, PER_THREAD))
+    def exchange(_, x):
+        values = _values(x)
+        return _like(x, [values[i ^ distance] for i in range(len(values))])
+
+    return exchange(x)
+
+
 def number():
     """(128,): the number of each thread."""
     return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=PER_THREAD)
