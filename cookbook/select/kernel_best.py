@@ -99,13 +99,16 @@ class Scores:
         """Of each thread, (128,): its best score, that one's column, and bounds of its other scores: among those of its
         best piece, and among all others."""
         part, vec, interpreted = self.part, self.part.plan.vec, self.interpreted
-        piece, rest = self._promising()
         spread = lambda x: threads.spread(x, part.plan.piece, vec, interpreted)
-        column = part.place(spread(piece))
-        x = self.row.read(
-            lambda ref: threads.gather(ref, column, vec, interpreted),
-            lambda words: threads.bits(words, column, vec, interpreted),
-        )
+        if part.plan.num_pieces == 1:
+            column, x, rest = part.place(0), part.logits(self.row, 0, interpreted), threads.number() - jnp.inf
+        else:
+            piece, rest = self._promising()
+            column = part.place(spread(piece))
+            x = self.row.read(
+                lambda ref: threads.gather(ref, column, vec, interpreted),
+                lambda words: threads.bits(words, column, vec, interpreted),
+            )
         score = self.score_of(x, column)
         top = threads.highest(score, vec, interpreted)
         place = ~threads.highest(jnp.where(score == spread(top), ~column, LOWEST), vec, interpreted)
