@@ -43,8 +43,16 @@ def part_plan(cols: int) -> Plan:
     return dataclasses.replace(plan, part=plan.piece)
 
 
-def _no_sum():
-    return threads.number().astype(jnp.float32) * 0.0
+def _nth(each, j):
+    """`each[j]` of a few numbers, or of arrays with `j` as an array."""
+    return functools.reduce(lambda found, i: jnp.where(j == i, each[i], found), range(1, len(each)), each[0])
+
+
+def _shares(part: Part, p, loaded, scale, interpreted: bool):
+    """(x, top, shares, total): the logits of a part, the highest, what each takes of that, and sums of such shares."""
+    x, vec = jnp.where(part.is_fresh(p), logit(loaded), -jnp.inf), part.plan.vec
+    top = jnp.max(threads.highest(x, vec, interpreted))
+    return x, top, share_of(x, top, scale), lambda some: jnp.sum(threads.totals(some, vec, interpreted))
 
 
 def _masses(*refs, plan: Plan, of_refs, num_slots: int, interpreted: bool):
@@ -61,15 +69,11 @@ def _masses(*refs, plan: Plan, of_refs, num_slots: int, interpreted: bool):
         few = lambda: some(kernel_best.FEW) + [jnp.int32(UNKNOWN)] * (kernel_best.SLOTS - 1 - kernel_best.FEW)
         columns = lax.cond(num == kernel_best.FEW, few, lambda: some(kernel_best.SLOTS - 1))
     values = [logit(x_row.at(jnp.maximum(column, 0))) for column in columns]
-    x = jnp.where(part.is_fresh(0), logit(x), -jnp.inf)
-    top = jnp.max(threads.highest(x, plan.vec, interpreted))
-    share = share_of(x, top, scale)
-    total = lambda some: jnp.sum(threads.totals(some, plan.vec, interpreted))
+    x, top, share, total = _shares(part, 0, x, scale, interpreted)
     out_gmem[row, 0, block], out_gmem[row, 1, block] = top, total(share)
 
     def sum_above(j, _):  # In a loop, because the compiler would sum up for several at once, out of registers.
-        nth = lambda each: functools.reduce(lambda x, i: jnp.where(j == i, each[i], x), range(len(each)), each[0])
-        value, column = nth(values), nth(columns)
+        value, column = _nth(values, j), _nth(columns, j)
         above = total(jnp.where(x > value, share, 0.0))
         for i, number in enumerate((above, value, column)):
             out_gmem[row, 2 + i * len(values) + j, block] = number.astype(jnp.float32)
@@ -86,11 +90,8 @@ def masses(logits: Logits, temperature, top_p, candidates, target: _host.Target,
     plan, (rows, found) = part_plan(logits.shape[1]), candidates[0].shape
     # Some numbers for each thread of what reads them, of which those beyond the row's parts are never used.
     width = WARPGROUP * pl.cdiv(plan.num_parts, WARPGROUP)
-    num_slots, most = (
-        (1, 1)
-        if found == 1
-        else (best_plan(*logits.shape, target.num_sms).num_parts * kernel_best.SLOTS, kernel_best.SLOTS - 1)
-    )
+    num_slots = best_plan(*logits.shape, target.num_sms).num_parts * kernel_best.SLOTS if found > 1 else 1
+    most = min(num_slots, kernel_best.SLOTS - 1)
     arrays, of_refs = leaves(logits)
     return _host.kernel(
         functools.partial(_masses, plan=plan, of_refs=of_refs, num_slots=num_slots, interpreted=target.interpreted),
@@ -118,29 +119,30 @@ def log_sum(parts, cols: int):
 
 
 def _found(parts, scale, top_p, distance, num_parts: int):
-    """(token, top, limit, least, floor): the first candidate that is kept, otherwise -1; `floor` is the highest logit
-    of candidates that are refused."""
+    """(token, floor, keeps, above): the first candidate that is kept, otherwise -1; the highest logit of candidates
+    that are refused; `keeps(above, value)`, whether a logit with a sum above it is; and `above(sums)` of the parts."""
     most = (parts.shape[0] - 2) // 3
     number = plgpu.broadcasted_iota(jnp.int32, parts.shape[1:], 0, layout=threads.PER_THREAD)
-    of_parts = lambda j: _device.load(parts.at[j], threads.PER_THREAD)
-    tops = jnp.where(number < num_parts, of_parts(0), -jnp.inf)
+    tops, whole, *sums = (_device.load(parts.at[j], threads.PER_THREAD) for j in range(2 + most))
+    values, columns = ([parts[2 + i * most + j, 0] for j in range(most)] for i in (1, 2))
+    tops = jnp.where(number < num_parts, tops, -jnp.inf)
     top = jnp.max(tops)
     weight = share_of(tops, top, scale)
-    total = lambda j: jnp.sum(jnp.where(number < num_parts, of_parts(j) * weight, 0.0))
-    limit, least = top_p * total(1), top + distance
+    above = lambda sums: jnp.sum(jnp.where(number < num_parts, sums * weight, 0.0))
+    limit, num = top_p * above(whole), num_wanted(top_p)
+    keeps = lambda above, value: _is_kept(above, value, limit, top + distance, top)
 
-    def look(j, state):
-        token, floor, is_known = state
-        value, column = parts[2 + most + j, 0], parts[2 + 2 * most + j, 0].astype(jnp.int32)
-        is_known &= (column != UNKNOWN).astype(jnp.int32)
-        kept = _is_kept(total(2 + j), value, limit, least, top)
-        here = (is_known > 0) & (token < 0)
-        token = jnp.where(here & kept, column, token)
-        return token, jnp.where(here & ~kept, jnp.maximum(floor, value), floor), is_known
+    def look(state):
+        j, token, floor = state
+        value, column = _nth(values, j), _nth(columns, j).astype(jnp.int32)
+        is_known = column != UNKNOWN
+        is_kept = is_known & keeps(above(_nth(sums, number * 0 + j)), value)
+        floor = jnp.where(is_known & ~is_kept, jnp.maximum(floor, value), floor)
+        return jnp.where(is_known, j + 1, num), jnp.where(is_kept, column, token), floor
 
-    state = jnp.int32(-1), jnp.float32(-jnp.inf), jnp.int32(1)
-    token, floor, _ = lax.fori_loop(0, num_wanted(top_p), look, state)
-    return token, top, limit, least, floor
+    state = jnp.int32(0), jnp.int32(-1), jnp.float32(-jnp.inf)
+    _, token, floor = lax.while_loop(lambda state: (state[1] < 0) & (state[0] < num), look, state)
+    return token, floor, keeps, above
 
 
 def _is_kept(above, value, limit, least, top):
@@ -155,20 +157,22 @@ def _choose(*refs, plan: Plan, of_refs, num: int, num_parts: int, score_of, inte
     numbers = [number_of(ref, row) for ref in of_row]
     scale = inverse(numbers[-1])
     limits = (number_of(ref, row) for ref in (top_p_gmem, distance_gmem))
-    found, top, limit, least, floor = _found(parts_gmem.at[row], scale, *limits, num_parts)
+    found, floor, keeps, above = _found(parts_gmem.at[row], scale, *limits, num_parts)
+    number = plgpu.broadcasted_iota(jnp.int32, parts_gmem.shape[2:], 0, layout=threads.PER_THREAD)
+    of_row = part_plan(plan.cols)
+    of_row = Part(dataclasses.replace(of_row, part=num_parts * of_row.part), None, None)
 
     def draw(state):
         above_floor = lambda x, column: jnp.where(logit(x) > state[0], score_of(*numbers, x, column), LOWEST)
         token = first(*part.best(x_row, above_floor, interpreted))[1]
         value = logit(x_row.at(token))
 
-        def add(p, total):
-            x = logit(part.logits(x_row, p, interpreted))
-            share = jnp.where((x > value) & part.is_fresh(p), share_of(x, top, scale), 0.0)
-            return total + threads.totals(share, plan.vec, interpreted)
+        def add(p, sums):  # As `masses` does, to the last bit.
+            x, _, share, total = _shares(of_row, p, of_row.logits(x_row, p, interpreted), scale, interpreted)
+            return jnp.where(number == p, total(jnp.where(x > value, share, 0.0)), sums)
 
-        above = jnp.sum(part.over(add, _no_sum()))
-        return value, token, _is_kept(above, value, limit, least, top).astype(jnp.int32)
+        sums = lax.fori_loop(0, num_parts, add, number.astype(jnp.float32) * 0.0)
+        return value, token, keeps(above(sums), value).astype(jnp.int32)
 
     def more():
         state = floor, jnp.int32(0), jnp.int32(0)
