@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The highest of a row's logits with noise, and the next: a block of one warpgroup takes a part of a row.
+"""The highest of a row's logits with noise, or the highest few: a block of one warpgroup takes a part of a row.
 
-Noise takes two logarithms and a series, so the loop over the part's pieces makes a bound instead, by one logarithm.
-It is at least the score, and hardly more for a score that is high. Each thread remembers the piece in which its highest
-bound lies, and the second highest of its pieces' bounds; nothing is exchanged between threads. After the loop each
-thread makes the scores of that one piece. The best of all threads is the block's if it is above all bounds that are
-left; if not, which takes two near ties in one thread, the block makes all scores.
+A score takes noise, and noise takes two logarithms and a series. So the loop over a part's pieces makes a bound of each
+score instead, by one logarithm; it is at least the score, and hardly more for a score that is high. Each thread
+remembers in which piece its highest bound lies, and the second highest of its pieces' bounds. Threads exchange nothing
+in the loop, and the next pieces are being loaded meanwhile.
 
-The loads of the next pieces are in flight while the bounds of one are computed.
+After the loop each thread makes one score, that of its highest bound. The best of these is the block's if it is above
+all other bounds. If it is not, a thread has had two of the best, and the block makes all scores. A block that hands on
+its best few adds the highest bound that is left, so that whoever reads them knows how far their order is right.
 
-Barriers: the reductions have their own. Bound by: memory, one read, and the bits of the noise: 13 operations on
-integers per value.
+Barriers: the reductions have their own. Bound by: the instructions of the noise's bits and bounds, 25 per value; close
+behind is memory, one read.
 """
 
 import dataclasses
@@ -31,8 +32,8 @@ from .logits import Logits, leaves, number_of
 from .plan import Plan, plan_of
 
 BLOCKS_PER_SM = 4
-AHEAD = 4  # Pieces that are being loaded while others are looked at.
-SCORED = 4  # Values of a thread in a piece: noise takes registers, and a thread scores one piece.
+AHEAD = 2  # Pieces that are being loaded while others are looked at.
+SCORED = 8  # Values of a thread in a piece.
 OF_MINUS_INFINITY = -(2**31) + 2**23 - 1  # Its key.
 SLOTS = 8  # Of a block that hands on several: the best, at most 7, and after them the bound of all that is left.
 UNKNOWN = -1  # The column of that bound.
@@ -41,6 +42,8 @@ FEW, ENOUGH = 4, 0.85
 
 def best_plan(rows: int, cols: int, num_sms: int) -> Plan:
     plan = plan_of(rows, cols, 1, 0, num_sms, SCORED)
+    if cols % plan.piece and cols % (WARPGROUP * plan.vec) == 0:  # A thread would have columns of the last piece twice.
+        plan = dataclasses.replace(plan, loads=1)
     of_row = pl.cdiv(cols, plan.piece)
     num_pieces = min(pl.cdiv(of_row * rows, BLOCKS_PER_SM * num_sms), of_row)
     return dataclasses.replace(plan, part=num_pieces * plan.piece)
@@ -59,25 +62,26 @@ def first(score, column):
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Of a part of a row: `score_of` and `bound_of` are given logits and their columns."""
+    """Of a part of a row: `score_of` and `bound_of` are given logits and columns, `raised` what `bound_of` made."""
 
     part: Part
     row: Logits
     score_of: functools.partial
     bound_of: functools.partial
+    raised: functools.partial
     interpreted: bool
 
     def _promising(self):
         """Of each thread, (128,): the piece with its highest bound, and the highest bound of its other pieces."""
         part, plan = self.part, self.part.plan
-        ahead = min(AHEAD, plan.num_pieces)
+        ahead, zeros = min(AHEAD, plan.num_pieces), threads.number() * 0
         # The last part may end before its pieces do; a piece must not be looked at twice.
         count = jnp.minimum(plan.num_pieces, pl.cdiv(plan.cols - lax.axis_index("part") * plan.part, plan.piece))
         load = lambda p: part.logits(self.row, jnp.minimum(p, plan.num_pieces - 1), self.interpreted)
 
         def look(p, x, highest, piece, rest):
-            bound = threads.highest(self.bound_of(x, part.place(p)), plan.vec, self.interpreted)
-            bound = jnp.where((bound == bound) & (p < count), bound, -jnp.inf)
+            bound = self._highest(self.bound_of(x, part.place(p)))
+            bound = jnp.where(zeros + p < count, self.raised(bound), -jnp.inf)
             is_higher = bound > highest
             rest = jnp.maximum(rest, jnp.where(is_higher, highest, bound))
             return jnp.where(is_higher, bound, highest), jnp.where(is_higher, p, piece), rest
@@ -90,14 +94,16 @@ class Scores:
                 following.append(load((g + 1) * ahead + i))
             return *seen, following
 
-        zeros = threads.number() * 0
         lowest = zeros.astype(jnp.float32) - jnp.inf
         state = lowest, zeros, lowest, [load(p) for p in range(ahead)]
         return lax.fori_loop(0, pl.cdiv(plan.num_pieces, ahead), some, state)[1:3]
 
+    def _highest(self, x):
+        return threads.highest(x, self.part.plan.vec, self.interpreted)
+
     def candidates(self):
-        """Of each thread, (128,): its best score, that one's column, and bounds of its other scores: among those of its
-        best piece, and among all others."""
+        """Of each thread, (128,): the score of the logit with the highest bound, its column, and a bound of its other
+        scores."""
         part, vec, interpreted = self.part, self.part.plan.vec, self.interpreted
         spread = lambda x: threads.spread(x, part.plan.piece, vec, interpreted)
         if part.plan.num_pieces == 1:
@@ -109,16 +115,17 @@ class Scores:
                 lambda ref: threads.gather(ref, column, vec, interpreted),
                 lambda words: threads.bits(words, column, vec, interpreted),
             )
-        score = self.score_of(x, column)
-        top = threads.highest(score, vec, interpreted)
-        place = ~threads.highest(jnp.where(score == spread(top), ~column, LOWEST), vec, interpreted)
-        second = threads.highest(jnp.where(column == spread(place), LOWEST, score), vec, interpreted)
-        second = jnp.where(second > OF_MINUS_INFINITY, second, LOWEST)
-        return top, place, second, jnp.where(rest > -jnp.inf, to_key(rest), LOWEST)
+        bound = self.bound_of(x, column)
+        bound = jnp.where(bound == bound, bound, -jnp.inf)
+        place = ~self._highest(jnp.where(bound == spread(self._highest(bound)), ~column, LOWEST))
+        is_here = column == spread(place)
+        score = self.score_of(self._highest(jnp.where(is_here, x.astype(jnp.float32), -jnp.inf)), place)
+        rest = jnp.maximum(rest, self.raised(self._highest(jnp.where(is_here, -jnp.inf, bound))))
+        return score, place, jnp.where(rest > -jnp.inf, to_key(rest), LOWEST)
 
     def best(self):
-        top, place, _, rest = self.candidates()
-        found = first(top, place)
+        score, place, rest = self.candidates()
+        found = first(score, place)
         everywhere = lambda: first(*self.part.best(self.row, self.score_of, self.interpreted))
         return lax.cond(found[0] > jnp.max(rest), lambda: found, everywhere)
 
@@ -127,12 +134,12 @@ def _best(*refs, plan: Plan, of_refs, num: int, score_of, bound_of, interpreted:
     top_p_gmem, *of_row, out_gmem, index_gmem = refs[num:]
     row, block = lax.axis_index("rows"), lax.axis_index("part")
     numbers = [number_of(ref, row) for ref in of_row]
-    here = (functools.partial(of, *numbers) for of in (score_of, bound_of))
+    here = (functools.partial(of, *numbers) for of in (score_of, *bound_of))
     scores = Scores(Part(plan, None, None), of_refs(refs[:num]).of_row(row), *here, interpreted)
     if out_gmem.shape[1] == plan.num_parts:
         out_gmem[row, block], index_gmem[row, block] = scores.best()
         return
-    top, place, second, rest = scores.candidates()
+    score, place, rest = scores.candidates()
 
     def store(j, score, column):
         out_gmem[row, block * SLOTS + j] = score
@@ -143,8 +150,8 @@ def _best(*refs, plan: Plan, of_refs, num: int, score_of, bound_of, interpreted:
         store(j, best, jnp.where(best == LOWEST, UNKNOWN, column))
         return jnp.where(place == column, LOWEST, score)
 
-    lax.fori_loop(0, num_wanted(number_of(top_p_gmem, row)), take, top)
-    store(SLOTS - 1, jnp.max(jnp.maximum(second, rest)), jnp.int32(UNKNOWN))
+    lax.fori_loop(0, num_wanted(number_of(top_p_gmem, row)), take, score)
+    store(SLOTS - 1, jnp.max(rest), jnp.int32(UNKNOWN))
 
 
 def _first_of_highest(this, other):
@@ -171,7 +178,8 @@ def best(logits: Logits, score_of, bound_of, of_row, target: _host.Target, param
 
     Args:
       score_of: makes keys of the row's numbers from `of_row`, (rows,) or (1,) each, of logits and of their columns.
-      bound_of: the same for float32 that are at least the scores, or NaN for a logit of NaN or -inf.
+      bound_of: two functions. The first makes float32 of the same, of which the highest is chosen. The second raises it
+        until it is at least the score, and is given the numbers and what the first made.
     """
     _, found = _found(logits, None, score_of, bound_of, of_row, target, params)
     return lax.reduce(tuple(found), (np.int32(LOWEST), np.int32(HIGHEST)), _first_of_highest, (1,))[1]

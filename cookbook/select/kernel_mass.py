@@ -30,7 +30,7 @@ from .kernel_draw import LOWEST_FLOAT, inverse, share_of
 from .logits import Logits, leaves, logit, number_of
 from .plan import Plan, plan_of
 
-VALUES = 32  # Values of a part that a thread keeps in registers, so that they are loaded once.
+VALUES = 64  # Values of a part that a thread keeps in registers, so that they are loaded once.
 
 
 def logit_key(x, column):
@@ -48,9 +48,15 @@ def _nth(each, j):
     return functools.reduce(lambda found, i: jnp.where(j == i, each[i], found), range(1, len(each)), each[0])
 
 
+def _is_next(j, value, floor):
+    """Whether candidate j may be kept after those up to `floor` are refused: then lower ones are too."""
+    return (j == 0) | (value > floor)
+
+
 def _shares(part: Part, p, loaded, scale, interpreted: bool):
     """(x, top, shares, total): the logits of a part, the highest, what each takes of that, and sums of such shares."""
-    x, vec = jnp.where(part.is_fresh(p), logit(loaded), -jnp.inf), part.plan.vec
+    x, vec = loaded.astype(jnp.float32), part.plan.vec
+    x = jnp.where(part.is_fresh(p) & (x == x), x, -jnp.inf)
     top = jnp.max(threads.highest(x, vec, interpreted))
     return x, top, share_of(x, top, scale), lambda some: jnp.sum(threads.totals(some, vec, interpreted))
 
@@ -72,11 +78,16 @@ def _masses(*refs, plan: Plan, of_refs, num_slots: int, interpreted: bool):
     x, top, share, total = _shares(part, 0, x, scale, interpreted)
     out_gmem[row, 0, block], out_gmem[row, 1, block] = top, total(share)
 
+    before = [functools.reduce(jnp.maximum, values[:j], -jnp.inf) for j in range(len(values))]
+
     def sum_above(j, _):  # In a loop, because the compiler would sum up for several at once, out of registers.
-        value, column = _nth(values, j), _nth(columns, j)
-        above = total(jnp.where(x > value, share, 0.0))
-        for i, number in enumerate((above, value, column)):
+        value = _nth(values, j)
+        for i, number in enumerate((value, _nth(columns, j)), 1):
             out_gmem[row, 2 + i * len(values) + j, block] = number.astype(jnp.float32)
+
+        @pl.when(_is_next(j, value, _nth(before, j)))
+        def _():
+            out_gmem[row, 2 + j, block] = total(jnp.where(x > value, share, 0.0))
 
     lax.fori_loop(0, num, sum_above, None)
 
@@ -136,7 +147,7 @@ def _found(parts, scale, top_p, distance, num_parts: int):
         j, token, floor = state
         value, column = _nth(values, j), _nth(columns, j).astype(jnp.int32)
         is_known = column != UNKNOWN
-        is_kept = is_known & keeps(above(_nth(sums, number * 0 + j)), value)
+        is_kept = is_known & _is_next(j, value, floor) & keeps(above(_nth(sums, number * 0 + j)), value)
         floor = jnp.where(is_known & ~is_kept, jnp.maximum(floor, value), floor)
         return jnp.where(is_known, j + 1, num), jnp.where(is_kept, column, token), floor
 
