@@ -44,8 +44,8 @@ def best_plan(rows: int, cols: int, num_sms: int) -> Plan:
     plan = plan_of(rows, cols, 1, 0, num_sms, SCORED)
     if cols % plan.piece and cols % (WARPGROUP * plan.vec) == 0:  # A thread would have columns of the last piece twice.
         plan = dataclasses.replace(plan, loads=1)
-    of_row = pl.cdiv(cols, plan.piece)
-    num_pieces = min(pl.cdiv(of_row * rows, BLOCKS_PER_SM * num_sms), of_row)
+    num_parts = max(1, BLOCKS_PER_SM * num_sms // rows)  # At most: parts of a row are about as long as each other.
+    num_pieces = pl.cdiv(pl.cdiv(cols, plan.piece), num_parts)
     return dataclasses.replace(plan, part=num_pieces * plan.piece)
 
 
