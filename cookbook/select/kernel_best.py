@@ -10,8 +10,8 @@ After the loop each thread makes one score, that of its highest bound. The best 
 all other bounds. If it is not, a thread has had two of the best, and the block makes all scores. A block that hands on
 its best few adds the highest bound that is left, so that whoever reads them knows how far their order is right.
 
-Barriers: the reductions have their own. Bound by: the instructions of the noise's bits and bounds, 25 per value; close
-behind is memory, one read.
+Barriers: the reductions have their own. Bound by: the instructions of the noise's bits and bounds, 25 per value, and
+nearly as much by memory, one read.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ BLOCKS_PER_SM = 4
 AHEAD = 2  # Pieces that are being loaded while others are looked at.
 SCORED = 8  # Values of a thread in a piece.
 OF_MINUS_INFINITY = -(2**31) + 2**23 - 1  # Its key.
-SLOTS = 8  # Of a block that hands on several: the best, at most 7, and after them the bound of all that is left.
+SLOTS = 8  # A block hands on its best scores, at most 7, and then the bound of all that is left.
 UNKNOWN = -1  # The column of that bound.
 FEW, ENOUGH = 4, 0.85
 
@@ -62,7 +62,7 @@ def first(score, column):
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Of a part of a row: `score_of` and `bound_of` are given logits and columns, `raised` what `bound_of` made."""
+    """The scores of a part of a row: `score_of` and `bound_of` are given logits and columns, `raised` a bound."""
 
     part: Part
     row: Logits
@@ -72,7 +72,7 @@ class Scores:
     interpreted: bool
 
     def _promising(self):
-        """Of each thread, (128,): the piece with its highest bound, and the highest bound of its other pieces."""
+        """(128,), (128,): the piece with each thread's highest bound, and the highest bound of its other pieces."""
         part, plan = self.part, self.part.plan
         ahead, zeros = min(AHEAD, plan.num_pieces), threads.number() * 0
         # The last part may end before its pieces do; a piece must not be looked at twice.
@@ -102,8 +102,8 @@ class Scores:
         return threads.highest(x, self.part.plan.vec, self.interpreted)
 
     def candidates(self):
-        """Of each thread, (128,): the score of the logit with the highest bound, its column, and a bound of its other
-        scores."""
+        """(128,) each: the score of each thread's logit with the highest bound, its column, and a bound of the thread's
+        other scores."""
         part, vec, interpreted = self.part, self.part.plan.vec, self.interpreted
         spread = lambda x: threads.spread(x, part.plan.piece, vec, interpreted)
         if part.plan.num_pieces == 1:

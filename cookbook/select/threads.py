@@ -113,7 +113,7 @@ def spread(x, size: int, vec: int, interpreted: bool):
 
 
 def of_lane(x, distance: int, interpreted: bool):
-    """What the thread whose number differs by `distance`, a power of 2 below 32, has of `x`, `PER_THREAD`."""
+    """`x`, `PER_THREAD`, from the thread whose number differs by `distance`, a power of 2 below 32."""
     if interpreted:
         return x[jnp.arange(x.shape[0]) ^ distance]
 
@@ -125,7 +125,7 @@ def of_lane(x, distance: int, interpreted: bool):
 
 
 def of_register(x, distance: int, interpreted: bool):
-    """What a thread has of `x`, `PER_THREAD`, in the register whose number differs by `distance`."""
+    """`x`, `PER_THREAD`, from the register whose number differs by `distance`."""
     if interpreted:
         return x[jnp.arange(x.shape[0]) ^ (distance * WARPGROUP)]
 
