@@ -27,10 +27,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
-from .._device import WARP, WARPGROUP, Ref
+from .._device import WARPGROUP, Ref
 from . import logits, threads
 from .logits import Logits
-from .plan import VALUES, Plan, plan_of
+from .plan import Plan, plan_of
+from .sort import sort
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
@@ -225,65 +226,12 @@ def _collect(part: Part, x: Logits, key_of, key_smem, index_smem, scan_smem, int
         threads.sync(interpreted)
 
 
-def sort(key_smem, index_smem, interpreted: bool):
-    """(key, index), the slots in order, the highest key first and of equal ones the lowest index: a bitonic network.
-
-    In each step a slot meets the one that differs from it by `distance`; within runs of `run` slots, every second one
-    in reverse, the better of both goes to the front. A thread has neighbouring slots, so that most meet in a thread or
-    in a warp.
-    """
-    size, layout = key_smem.shape[0], threads.PER_THREAD
-    each = size // WARPGROUP  # Slots of a thread.
-    at = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
-    slot = (at & (WARPGROUP - 1)) * each + (at >> (WARPGROUP.bit_length() - 1))
-
-    def partners(array, ref, distance):
-        if distance < each:
-            return threads.of_register(array, distance, interpreted)
-        if distance < each * WARP:
-            return threads.of_lane(array, distance // each, interpreted)
-        _device.store(ref, array)
-        threads.sync(interpreted)
-        found = threads.gather(ref, at ^ distance // each, 1, interpreted)
-        threads.sync(interpreted)
-        return found
-
-    def meet(state, run, distance):
-        key, index = state
-        other_key, other_index = map(functools.partial(partners, distance=distance), state, (key_smem, index_smem))
-        better = (key > other_key) | ((key == other_key) & (index < other_index))
-        is_front = jnp.where((slot & distance) == 0, 1, 0) ^ jnp.where((slot & run) == 0, 1, 0) ^ 1
-        stays = better.astype(jnp.int32) == is_front
-        return jnp.where(stays, key, other_key), jnp.where(stays, index, other_index)
-
-    def stage(s, state):
-        run, distance = 2 << s, size // 2
-        while distance:
-            met = functools.partial(meet, run=run, distance=distance)
-            state = lax.cond(distance < run, met, lambda state: state, state)
-            distance //= 2
-        return state
-
-    loaded = tuple(_device.load(ref, layout) for ref in (key_smem, index_smem))
-    threads.sync(interpreted)
-    state = lax.fori_loop(0, size.bit_length() - 1, stage, loaded)
-    if each == 1:
-        return state
-    # In the order of `at` again, through shared memory; the lowest bits are mixed, so that banks do not conflict.
-    place = lambda slot: (slot % each * WARPGROUP + slot // each) ^ (slot % each % WARP)
-    for ref, array in zip((key_smem, index_smem), state, strict=True):
-        threads.scatter(ref, place(slot), array, layout, interpreted)
-    threads.sync(interpreted)
-    return tuple(threads.gather(ref, place(at), 1, interpreted) for ref in (key_smem, index_smem))
-
-
 def _select(*refs, plan: Plan, of_refs, num: int, key_of, finish, interpreted: bool):
-    x, of_row, index_gmem, numbers = of_refs(refs[:num])
+    x, index_gmem, numbers = of_refs(refs[:num])
     *outs, keys_smem, key_smem, index_smem, scan_smem = refs[num:]
     row, part = lax.axis_index("rows"), lax.axis_index("part")
     here = Part(plan, None if index_gmem is None else index_gmem.at[row], keys_smem)
-    key_here = functools.partial(key_of, *(logits.number_of(ref, row) for ref in of_row))
-    _collect(here, x.of_row(row), key_here, key_smem, index_smem, scan_smem, interpreted)
+    _collect(here, x.of_row(row), key_of, key_smem, index_smem, scan_smem, interpreted)
     layout = threads.PER_THREAD
     if plan.num_parts > 1:
         here = pl.ds(part * plan.slots, plan.slots)
@@ -305,7 +253,7 @@ def plain_key(x, column):
     return to_key(x)
 
 
-def select(plan: Plan, x: Logits, index, dtype, target: _host.Target, params, key_of=plain_key, of_row=(), finish=None,
+def select(plan: Plan, x: Logits, index, dtype, target: _host.Target, params, key_of=plain_key, finish=None,
            numbers=()):  # fmt: skip
     """(keys, indices) of (rows, parts * slots), int32; of one part, (values, indices) of (rows, k) in order, or what
     `finish` makes of it.
@@ -313,13 +261,13 @@ def select(plan: Plan, x: Logits, index, dtype, target: _host.Target, params, ke
     Args:
       x: (rows, cols), values or keys, and what changes them.
       index: the indices that the columns of keys stand for; None for the columns themselves.
-      key_of: makes keys of the row's numbers from `of_row`, (rows,) or (1,) each, of values and of their columns.
+      key_of: makes keys of values and of their columns.
       finish: makes a row's int32 of its numbers from `numbers`, and of its keys and indices in order.
     """
     last = plan.num_parts == 1
     shape = x.shape[0], plan.k if last else plan.num_parts * plan.slots
     finish = finish if last else None
-    arrays, of_refs = logits.leaves((x, of_row, index, numbers if finish else ()))
+    arrays, of_refs = logits.leaves((x, index, numbers if finish else ()))
     types = [jax.ShapeDtypeStruct(shape, kind) for kind in (dtype if last else jnp.int32, jnp.int32)]
     return _host.kernel(
         functools.partial(_select, plan=plan, of_refs=of_refs, num=len(arrays), key_of=key_of, finish=finish,
@@ -332,15 +280,14 @@ def select(plan: Plan, x: Logits, index, dtype, target: _host.Target, params, ke
     )(*arrays)  # fmt: skip
 
 
-def stages(x: Logits, k: int, dtype, target: _host.Target, params, key_of=plain_key, of_row=(), finish=None,
-           numbers=(), values=VALUES):  # fmt: skip
+def stages(x: Logits, k: int, dtype, target: _host.Target, params, key_of=plain_key, finish=None, numbers=()):
     """(values, indices), (rows, k) each, of the k largest keys of the rows of `x`, at least 128 columns; or (rows,)
-    that `finish` makes of them. `values`: of a thread in a piece; fewer where keys take many registers to make."""
+    that `finish` makes of them."""
     index, stage = None, 0
     while True:
-        plan = plan_of(*x.shape, k, stage, target.num_sms, values)
-        found = select(plan, x, index, dtype, target, params, key_of, of_row, finish, numbers)
+        plan = plan_of(*x.shape, k, stage, target.num_sms)
+        found = select(plan, x, index, dtype, target, params, key_of, finish, numbers)
         if plan.num_parts == 1:
             return found[0] if finish else tuple(found)
-        key_of, of_row, stage, values = plain_key, (), stage + 1, VALUES
+        key_of, stage = plain_key, stage + 1
         x, index = Logits(found[0]), found[1]

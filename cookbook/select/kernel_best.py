@@ -164,7 +164,7 @@ def _found(logits: Logits, top_p, score_of, bound_of, of_row, target: _host.Targ
     arrays, of_refs = leaves(logits)
     statics = dict(plan=plan, of_refs=of_refs, num=len(arrays), score_of=score_of, bound_of=bound_of)
     width = pl.cdiv(plan.num_parts * SLOTS, WARPGROUP) * WARPGROUP if top_p is not None else plan.num_parts
-    return plan, _host.kernel(
+    return _host.kernel(
         functools.partial(_best, **statics, interpreted=target.interpreted),
         out_type=(jax.ShapeDtypeStruct((logits.shape[0], width), jnp.int32),) * 2,
         grid=(logits.shape[0], plan.num_parts),
@@ -181,14 +181,14 @@ def best(logits: Logits, score_of, bound_of, of_row, target: _host.Target, param
       bound_of: two functions. The first makes float32 of the same, of which the highest is chosen. The second raises it
         until it is at least the score, and is given the numbers and what the first made.
     """
-    _, found = _found(logits, None, score_of, bound_of, of_row, target, params)
+    found = _found(logits, None, score_of, bound_of, of_row, target, params)
     return lax.reduce(tuple(found), (np.int32(LOWEST), np.int32(HIGHEST)), _first_of_highest, (1,))[1]
 
 
 def best_few(logits: Logits, top_p, score_of, bound_of, of_row, target: _host.Target, params):
     """(scores, columns), (rows, width) each, SLOTS of each part of a row: its `num_wanted(top_p)` highest scores and,
     in the last one, with the column UNKNOWN, a bound of all that are not among them."""
-    return tuple(_found(logits, top_p, score_of, bound_of, of_row, target, params)[1])
+    return tuple(_found(logits, top_p, score_of, bound_of, of_row, target, params))
 
 
 def best_of_row(scores_gmem, columns_gmem, num_slots: int, num: int):
