@@ -235,8 +235,8 @@ class _Watch:
     """
 
     latest: "_Watch"
-    _LOOK = 0.25  # Seconds between two looks.
-    _WARPS = 40  # Looks without a change where warps wait: nothing tells how many of them are still at work.
+    _LOOK = 0.1  # Seconds between two looks.
+    _WARPS = 100  # Looks without a change where warps wait: nothing tells how many of them are still at work.
 
     def __init__(self):
         self.report = ""
