@@ -11,6 +11,7 @@ UNIT = 128  # Rows of a tile. A block of fewer wastes a part of it.
 # Blocks of rows at most that add to d_weight in 16 bits, where each addition rounds the sum: if logits are computed
 # twice, and by default, where this has to pay.
 ROUNDED_MAX, ROUNDED_FEW, ROUNDED_GAIN = 16, 4, 1.03
+PARTS_SHARE = 1 / 4  # Of the logits.
 SECONDS_PER_BYTE = 1 / 4.2e12  # An H200's.
 
 
@@ -27,6 +28,12 @@ class Blocks:
 
     def num(self, rows: int) -> int:
         return -(-rows // self.rows)
+
+    def room(self, rows: int, pitch: int) -> int:
+        """Bytes for parts of d_hidden's sums beside logits of whole rows: of one block that leaves so much."""
+        logits = 2 * self.rows * pitch
+        room = int(PARTS_SHARE * logits)
+        return room if self.num(rows) == 1 and logits + room <= BYTES_MAX else 0
 
 
 def _up(size: int, unit: int) -> int:

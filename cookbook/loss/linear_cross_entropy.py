@@ -157,6 +157,7 @@ def _by_rows(problem: Problem, hidden, weight, labels, d_loss, d_lse, scale):
     """((losses, lse, d_hidden), d_weight): three products."""
     target, transposed, vocabulary = problem.target, problem.transposed, problem.vocabulary
     dtype = jnp.float32 if problem.blocks.num(len(labels)) > 1 and not problem.blocks.rounded else hidden.dtype
+    room = problem.blocks.room(len(labels), problem.pitch)
 
     def block(sums, hidden, labels, d_loss, d_lse):
         rows = Rows.of_device(labels, problem.options, vocabulary)
@@ -168,7 +169,7 @@ def _by_rows(problem: Problem, hidden, weight, labels, d_loss, d_lse, scale):
         else:
             sums = products.add_d_weight(target, sums, g, hidden, transposed, scale)
         g, sums = _host.apart((g, sums))  # Then the hidden rows without those ignored can lie where d_hidden will.
-        return sums, (loss, lse, products.d_hidden(target, g, weight, transposed, scale))
+        return sums, (loss, lse, products.d_hidden(target, g, weight, transposed, scale, room))
 
     d_weight, found = _over_rows(problem, block, hidden, labels, d_loss, d_lse)
     return found, d_weight

@@ -38,11 +38,13 @@ def pitch_of(vocabulary: int, transposed: bool) -> int:
 
 
 @functools.lru_cache(4096)
-def _config(problem: cost.Problem, whole_tiles: bool = False) -> cost.Config:
-    """The configuration of the least predicted time, of those that keep no float32 sums of parts of K in memory; with
-    `whole_tiles` of those whose blocks have all sums of a tile, all of one size, as they lie in the result."""
+def _config(problem: cost.Problem, whole_tiles: bool = False, room: int = 0) -> cost.Config:
+    """The configuration of the least predicted time, of those whose float32 sums of parts of K take `room` bytes at
+    most; with `whole_tiles` of those whose blocks have all sums of a tile, all of one size, as they lie in the
+    result."""
     is_whole = lambda config: config.split_k == config.tail_split == 1 and not config.swapped
-    fits = is_whole if whole_tiles else lambda config: not config.second_kernel
+    parts = lambda config: config.split_k * config.second_kernel
+    fits = is_whole if whole_tiles else lambda config: 4 * parts(config) * problem.m * problem.n <= room
     return min(filter(fits, cost.candidates(problem)), key=lambda config: cost.predict(config, problem))
 
 
@@ -52,18 +54,18 @@ def seconds(sizes: tuple[int, int, int], transposed: tuple[bool, bool], num_sms:
     return cost.predict(_config(problem, whole_tiles=True), problem) / 1e6
 
 
-def plan(target: _host.Target, a, b, sizes, transposed, out_dtype, whole_tiles: bool = False) -> Plan:
+def plan(target: _host.Target, a, b, sizes, transposed, out_dtype, whole_tiles: bool = False, room: int = 0) -> Plan:
     """The plan of a product of these operands, (M, K) and (N, K) of `sizes`, `transposed` if they lie as (K, ...)."""
     problem = cost.Problem(*sizes, transposed, (2, 2, out_dtype.itemsize), target.num_sms)
-    config = _config(problem, whole_tiles)
+    config = _config(problem, whole_tiles, room)
     dtypes, num_sms, interpreted = (a.dtype, b.dtype), target.num_sms, target.interpreted
     return plan_of(*sizes, dtypes, transposed, identity, out_dtype, config, num_sms, interpreted)
 
 
-def _product(target: _host.Target, a, b, sizes, transposed, out_dtype, scale=None, varies=True):
+def _product(target: _host.Target, a, b, sizes, transposed, out_dtype, scale=None, varies=True, room=0):
     vectors = {} if scale is None else dict(scale=scale.reshape(1))
     # float32 from registers, as a transposed tile is stored, would need an array of whole tiles, and then a copy.
-    of_product = plan(target, a, b, sizes, transposed, out_dtype, whole_tiles=out_dtype.itemsize == 4)
+    of_product = plan(target, a, b, sizes, transposed, out_dtype, whole_tiles=out_dtype.itemsize == 4, room=room)
     return fused_product(kernel, a, b, vectors, plan=of_product, params=params(), varies=varies)
 
 
@@ -131,10 +133,10 @@ def logits(target: _host.Target, hidden, weight, pitch: int, transposed: bool):
     return _product(target, hidden, weight, sizes, (False, transposed), hidden.dtype, varies=False)
 
 
-def d_hidden(target: _host.Target, g, weight, transposed: bool, scale):
-    """(rows, H), times `scale`."""
+def d_hidden(target: _host.Target, g, weight, transposed: bool, scale, room: int):
+    """(rows, H), times `scale`. Few rows have few tiles: parts of K, in `room` bytes, fill the GPU."""
     h, v = weight.shape if transposed else weight.shape[::-1]
-    return _product(target, g, weight, (g.shape[0], h, v), (False, not transposed), g.dtype, scale)
+    return _product(target, g, weight, (g.shape[0], h, v), (False, not transposed), g.dtype, scale, room=room)
 
 
 def d_weight(target: _host.Target, g, hidden, vocabulary: int, transposed: bool, scale, out_dtype):

@@ -182,7 +182,7 @@ def gradient(logits, label, lse, a, b, cols, soft_cap, label_smoothing, vocabula
 def logits(target, hidden, weight, pitch, transposed):
     return jnp.pad(hidden @ weight.T, ((0, 0), (0, pitch - len(weight))))
 
-def d_hidden(target, g, weight, transposed, scale):
+def d_hidden(target, g, weight, transposed, scale, room):
     return (scale * (g[:, :len(weight)] @ weight)).astype(g.dtype)
 
 def d_weight(target, g, hidden, vocabulary, transposed, scale, out_dtype):
