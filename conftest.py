@@ -1,7 +1,6 @@
 """Settings and fixtures of all tests, those in notebooks included."""
 
 import contextlib
-import functools
 import gc
 import os
 import zlib
@@ -26,8 +25,7 @@ if not os.environ.get("XLA_FLAGS"):  # References are compiled once and run once
     )
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # The compile-only wheels come without cuDNN.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")  # Without a folder nothing is kept, but JAX hashes programs.
-GARBAGE = 20_000, 10, 5  # At the default, 700 objects, a tenth of the time goes into looking for garbage.
-gc.set_threshold(*GARBAGE)
+gc.set_threshold(20_000, 10, 5)  # At the default, 700 objects, a tenth of the time goes into looking for garbage.
 
 FAMILIES = ("attn", "gemm", "loss", "nvlink", "recurrent", "rows", "select")  # Folders of tests.
 # Folders of whose tests `make test` runs the first case alone.
@@ -45,10 +43,7 @@ def pytest_configure(config):
     if config.pluginmanager.hasplugin("nbval"):
         from nbval import kernel
 
-        # Not by `import gc`: a notebook that forgets it must fail.
-        lines = f"--IPKernelApp.exec_lines=['__import__(\"gc\").set_threshold(*{GARBAGE})']"
-        start = functools.partial(kernel.start_new_kernel, extra_arguments=[lines])
-        kernel.start_new_kernel = started_again(start)
+        kernel.start_new_kernel = started_again(kernel.start_new_kernel)
 
 
 def pytest_sessionstart(session):
