@@ -67,13 +67,11 @@ def test_the_text_is_a_markov_chain():
     assert len(pairs[0] | pairs[1]) <= 4 * sizes.vocabulary and len(pairs[0] & pairs[1]) > 3 * sizes.vocabulary
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # Ten seconds.
 def test_the_step_lowers_for_an_h200():
-    """Two layers, which have each kind: the others repeat these."""
-    layers = hybrid.PERIOD[1::2]
-    assert {kind for kinds in layers for kind in kinds} == {kind for kinds in hybrid.FULL.layers for kind in kinds}
+    """Its first four layers, which the others repeat."""
     for ops in hybrid.IMPLS.values():
-        fn, args = hybrid.program(ops, dataclasses.replace(hybrid.FULL, layers=layers))
+        fn, args = hybrid.program(ops, dataclasses.replace(hybrid.FULL, layers=hybrid.PERIOD))
         assert len(program.digest(fn, *args, gpu="h200")) == 16
 
 
