@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import cookbook
 from cookbook.attn.cache.rope_write_kv import rope_write_kv_reference
 from cookbook.gemm.dense.matmul_int4_weights import group_size_of
-from cookbook.gemm.experts.moe import biased, route, swiglu_of
+from cookbook.gemm.experts.moe import biased, swiglu_of
+from cookbook.gemm.experts.route import route_reference
 from cookbook.rows.rms_norm import rms_norm_reference
 from serving.quantized import Packed
 from serving.weights import Int8
@@ -113,10 +114,10 @@ def _moe(
     if isinstance(w_gate_up, Packed):
         inner = w_gate_up.words.shape[1] // 2
         w_gate_up, w_down = w_gate_up.floats(x.shape[1], x.dtype), w_down.floats(inner, x.dtype)
-    routing = route(router_logits, top_k, renormalize)
+    routing = route_reference(router_logits, top_k, renormalize)
     product = lambda a, b, bias: biased(
         jax.lax.ragged_dot(a, b, routing.group_sizes, precision="highest", preferred_element_type=jnp.float32),
-        bias, routing.group_sizes,
+        bias, routing.experts,
     )  # fmt: skip
     inner = swiglu_of(swiglu_limit)(product(x[routing.sources // top_k], w_gate_up, b_gate_up))
     out = product(inner.astype(x.dtype), w_down, b_down)
