@@ -233,8 +233,7 @@ def moe(
 
     Differentiable in all arrays, unless weights are packed. Under `jax.shard_map` with the experts sharded, each device
     has some of w_gate_up and w_down and their biases, and all of x and router_logits; it gives `group_offset` and gets
-    the sum over its own experts, which `jax.lax.psum` adds up. Packed integers: compiled for Hopper; not run on a GPU
-    yet.
+    the sum over its own experts, which `jax.lax.psum` adds up.
 
     Weights of 4 bits are passed as the packers return them, as in `moe(x, logits, cookbook.pack_mxfp4(...), ...)`.
     gpt-oss's columns of the gate and of the up product alternate: bring them in order before packing, as in
