@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains of products of few rows in one kernel."""
