@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a chain of products of few rows is cut up, so that all blocks of a grid have about as much to load."""
+"""A chain of products of few rows: its stages, and how each is cut up so that all blocks have about as much to load."""
 
 import dataclasses
 import functools
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -16,41 +15,39 @@ ROWS = 64  # Rows that a compute warpgroup multiplies.
 ROWS_MAX = 128
 TILE_K = 64  # Values of K of a tile: 128 bytes, the widest swizzle.
 STAGES_MAX = 16
+PARTS_MAX = 16
 X_BYTES = 65_536  # Shared memory for the stages of x: as many as keep up with the weights' after a barrier.
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """How the products are cut up."""
+class Cut:
+    """How a product is cut up."""
 
-    tile_n: int  # Columns of a tile of each product: so many rows of weights in a stage, twice.
-    parts: int  # Parts of K of the second product, added up at the end.
-    num_stages: int | None = None  # Stages of weights; None for as many as shared memory holds.
-    x_stages: int | None = None  # Stages of x; None for 64 KiB of them.
+    tile_n: int  # Columns of a tile.
+    parts: int = 1  # Parts of K, which the next stage adds up.
 
     def __post_init__(self):
         if self.tile_n % 8 or not 8 <= self.tile_n <= 128:
-            raise ValueError(f"{self.tile_n=} must be a multiple of 8 from 8 to 128: WGMMA")
-        if not 1 <= self.parts <= 16:
-            raise ValueError(f"{self.parts=} must be from 1 to 16: all are in registers together")
-        for name in ("num_stages", "x_stages"):
-            value = getattr(self, name)
-            if value is not None and not 2 <= value <= STAGES_MAX:
-                raise ValueError(f"{name}={value} must be from 2 to {STAGES_MAX}, or None")
+            raise ValueError(f"{self.tile_n=} must be a multiple of 8 from 8 to 128, as WGMMA takes it")
+        if not 1 <= self.parts <= PARTS_MAX:
+            raise ValueError(f"{self.parts=} must be from 1 to {PARTS_MAX}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product of the chain: (rows, k) by (n, k), whose units of work are parts of K of tiles of columns.
+    """A stage: `x` times `weights`, whose units of work are parts of K of tiles of columns. The results of each part
+    go to `out`, float32; gated, `out` is activation(gate) * up, of the weights' dtype.
 
     A step reads two tiles of weights: of the gate and of the up product, or two along K.
     """
 
+    x: str
+    weights: str
+    out: str
     n: int
     k: int
-    tile_n: int
+    cut: Cut
     num_blocks: int
-    parts: int = 1
     is_gated: bool = False
 
     @property
@@ -64,20 +61,20 @@ class Product:
 
     @property
     def tiles(self) -> int:
-        return pl.cdiv(self.n, self.tile_n)
+        return pl.cdiv(self.n, self.cut.tile_n)
 
     def num_units(self, block):
         """Units of a block."""
-        return _device.div(self.tiles * self.parts - block + self.num_blocks - 1, self.num_blocks)
+        return _device.div(self.tiles * self.cut.parts - block + self.num_blocks - 1, self.num_blocks)
 
     def unit(self, block, i):
         """(first column, part, first step, end) of unit `i` of a block."""
-        unit = block + i * self.num_blocks
-        part = _device.rem(unit, self.parts)
-        start, end = (_device.div(p * self.num_steps, self.parts) for p in (part, part + 1))
-        return _device.div(unit, self.parts) * self.tile_n, part, start, end
+        unit, parts = block + i * self.num_blocks, self.cut.parts
+        part = _device.rem(unit, parts)
+        start, end = (_device.div(p * self.num_steps, parts) for p in (part, part + 1))
+        return _device.div(unit, parts) * self.cut.tile_n, part, start, end
 
-    def weights(self, col, step) -> list:
+    def places(self, col, step) -> list:
         """(row, k) of the two tiles of weights of a step."""
         if self.is_gated:
             return [(col, step * TILE_K), (self.n + col, step * TILE_K)]
@@ -85,15 +82,39 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True)
+class Normalize:
+    """A stage: `y` = RMSNorm of the sum of `arrays`, and of the parts of `product` if there is one, times `scale`. The
+    sum goes to `total`."""
+
+    arrays: tuple[str, ...]
+    scale: str
+    y: str
+    total: str | None
+    cols: int
+    product: Product | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AddParts:
+    """A stage: `out` = the sum of the parts of `product`."""
+
+    product: Product
+    out: str
+
+
+Stage = Product | Normalize | AddParts
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """Statics of a kernel."""
 
     rows: int
-    hidden: int
-    inner: int
     dtype: jnp.dtype  # Of weights, and of what they are multiplied with.
-    config: Config
+    stages: tuple[Stage, ...]
     num_blocks: int
+    num_stages_wanted: int | None
+    x_stages_wanted: int | None
     interpreted: bool
 
     @property
@@ -102,36 +123,33 @@ class Plan:
 
     @property
     def num_barriers(self) -> int:
-        """Barriers of all blocks: x is normalised, the first product is stored, parts of the second are."""
-        return 3
+        """Barriers of all blocks: one between two stages."""
+        return len(self.stages) - 1
 
     @property
-    def up(self) -> Product:
-        """The gate's and the up product."""
-        return Product(self.inner, self.hidden, self.config.tile_n, self.num_blocks, is_gated=True)
+    def products(self) -> list[Product]:
+        return [stage for stage in self.stages if isinstance(stage, Product)]
 
     @property
-    def down(self) -> Product:
-        return Product(self.hidden, self.inner, self.config.tile_n, self.num_blocks, self.config.parts)
+    def tile_n_max(self) -> int:
+        return max(product.cut.tile_n for product in self.products)
 
     @property
     def x_operand(self) -> Operand:
         return Operand(self.dtype, ROWS * self.compute_wgs, TILE_K, transposed=False)
 
-    @property
-    def w_operand(self) -> Operand:
-        return Operand(self.dtype, self.config.tile_n, TILE_K, transposed=False)
+    def w_operand(self, tile_n: int) -> Operand:
+        return Operand(self.dtype, tile_n, TILE_K, transposed=False, narrow=tile_n < self.tile_n_max)
 
     @property
     def x_stages(self) -> int:
-        return self.config.x_stages or min(STAGES_MAX, X_BYTES // (self.x_operand.rows * TILE_K * 2))
+        return self.x_stages_wanted or min(STAGES_MAX, X_BYTES // (self.x_operand.rows * TILE_K * 2))
 
     def _scratch(self, num_stages: int) -> dict:
-        x, w = self.x_operand, self.w_operand
-        double = (num_stages, 2, *w.tile)
+        x, w = self.x_operand, self.w_operand(self.tile_n_max)
         return dict(
             x_smem=x.smem(self.x_stages, self.interpreted),
-            w_smem=swizzled(double, self.dtype, w.piece, w.swizzle, self.interpreted),
+            w_smem=swizzled((num_stages, 2, *w.tile), self.dtype, w.piece, w.swizzle, self.interpreted),
             x_filled=_device.barriers(self.x_stages),
             x_freed=_device.barriers(self.x_stages, self.compute_wgs),
             w_filled=_device.barriers(num_stages, 2),
@@ -145,15 +163,15 @@ class Plan:
         Raises:
           ValueError: they do not fit.
         """
-        fits = lambda count: _device.smem_bytes(self._scratch(count)) <= _device.SMEM_BYTES_MAX
-        wanted = self.config.num_stages or 2
+        fits = lambda count: _device.smem_bytes(self._scratch(count)) <= _device.SMEM_BYTES_MAX - 1024
+        wanted = self.num_stages_wanted or 2
         if not fits(wanted):
             raise ValueError(
-                f"num_stages={wanted} of {self.config.tile_n=} beside {self.x_stages} stages of x need "
+                f"num_stages={wanted} of tiles of {self.tile_n_max} columns beside {self.x_stages} stages of x need "
                 f"{_device.smem_bytes(self._scratch(wanted))} bytes of shared memory, and a block has "
                 f"{_device.SMEM_BYTES_MAX}: fewer stages or a smaller tile"
             )
-        return self.config.num_stages or next(filter(fits, range(STAGES_MAX, 1, -1)))
+        return self.num_stages_wanted or next(filter(fits, range(STAGES_MAX, 1, -1)))
 
     @property
     def scratch(self) -> dict:
@@ -165,14 +183,12 @@ class Plan:
         return scratch
 
     def rings(self, x_smem, w_smem, x_filled, x_freed, w_filled, w_freed) -> "Rings":
-        (x, x_tma), (w, w_tma) = (
+        x_views, w_views = (
             operand.views(smem, self.interpreted)
-            for operand, smem in ((self.x_operand, x_smem), (self.w_operand, w_smem))
+            for operand, smem in ((self.x_operand, x_smem), (self.w_operand(self.tile_n_max), w_smem))
         )
-        return Rings(
-            _device.Ring(x_filled, x_freed, self.x_stages), _device.Ring(w_filled, w_freed, self.num_stages),
-            x, x_tma, w, w_tma,
-        )  # fmt: skip
+        of_x = _device.Ring(x_filled, x_freed, self.x_stages)
+        return Rings(of_x, _device.Ring(w_filled, w_freed, self.num_stages), *x_views, *w_views)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,22 +203,18 @@ class Rings:
     w_tma: _device.Ref
 
 
-@functools.lru_cache(1024)
-def default_config(hidden: int, inner: int, num_sms: int = 132) -> Config:
-    """The configuration with which the busiest block loads the least, few parts first."""
+@functools.lru_cache(4096)
+def cut_of(rows: int, n: int, k: int, is_gated: bool, num_sms: int = 132) -> Cut:
+    """The cut of the least predicted time: of the copies of the busiest block, and of parts that are added up."""
 
-    def steps(config: Config) -> float:
-        """Rows of weights times values of K, in tiles, of the busiest block, and what each step and unit costs."""
-        products = (
-            Product(inner, hidden, config.tile_n, num_sms, is_gated=True),
-            Product(hidden, inner, config.tile_n, num_sms, config.parts),
-        )
-        time = 0.01 * config.parts
-        for p in products:
-            units = pl.cdiv(p.tiles * p.parts, num_sms)
-            time += units * (pl.cdiv(p.num_steps, p.parts) * (config.tile_n + 16) / 80 + 1)
-        return time
+    def microseconds(cut: Cut) -> float:
+        product = Product("", "", "", n, k, cut, num_sms, is_gated)
+        units = pl.cdiv(product.tiles * cut.parts, num_sms)
+        steps = pl.cdiv(product.num_steps, cut.parts)
+        # 32 bytes of weights a ns and SM; a block's x comes from L2, at about twice that.
+        step = max((2 * cut.tile_n * 2 * TILE_K) / 32, product.x_tiles * ROWS * 2 * TILE_K / 60, 100) / 1e3
+        return units * (steps * step + 0.3) + (0 if is_gated else cut.parts * rows * n * 8 / 3e6)
 
-    tiles = [n for n in range(16, 65, 8) if inner % n == 0]
-    most = min(16, pl.cdiv(inner, 2 * TILE_K))
-    return min((Config(n, parts) for n in tiles for parts in range(1, most + 1)), key=steps)
+    widths = [width for width in range(16, 65, 8) if not is_gated or n % width == 0]
+    most = 1 if is_gated else min(PARTS_MAX, pl.cdiv(k, 2 * TILE_K))
+    return min((Cut(width, parts) for width in widths for parts in range(1, most + 1)), key=microseconds)
