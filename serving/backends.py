@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 import cookbook
 from cookbook.attn.cache.rope_write_kv import rope_write_kv_reference
+from cookbook.gemm.chain.mlp import new_counters, takes
 from cookbook.gemm.dense.matmul_int4_weights import group_size_of
 from cookbook.gemm.experts.moe import biased, route, swiglu_of
 from cookbook.rows.rms_norm import rms_norm_reference
@@ -41,6 +42,9 @@ class Backend(NamedTuple):
     rope_write_kv: Callable
     paged_attention: Callable
     ragged_paged_attention: Callable
+    # (rows, weights): counters for `mlp`, if it takes a decoder layer with these weights; else None.
+    mlp_counters: Callable
+    mlp: Callable | None = None  # As `cookbook.mlp`, from one attention to the next.
 
 
 def backend(name: str) -> Backend:
@@ -52,11 +56,18 @@ def backend(name: str) -> Backend:
     if name == "cookbook":
         return Backend(
             _kernel_linear, _kernel_gated, cookbook.rms_norm, cookbook.moe, cookbook.rope_write_kv,
-            cookbook.paged_attention, cookbook.ragged_paged_attention,
+            cookbook.paged_attention, cookbook.ragged_paged_attention, _kernel_mlp_counters, cookbook.mlp,
         )  # fmt: skip
     if name == "xla":
         return Backend(
-            _linear, _gated, _rms_norm, _moe, rope_write_kv_reference, _paged_attention, _ragged_paged_attention
+            _linear,
+            _gated,
+            _rms_norm,
+            _moe,
+            rope_write_kv_reference,
+            _paged_attention,
+            _ragged_paged_attention,
+            lambda *_: None,
         )
     raise ValueError(f'backend = {name!r}; must be "cookbook" or "xla"')
 
@@ -83,6 +94,11 @@ def _kernel_gated(x, weight):
     if gate.size * gate.dtype.itemsize % 256:  # unless one lies where XLA hands over no slice.
         gate, up = jax.lax.optimization_barrier((gate, up))
     return cookbook.glu(x, gate, up, transpose_weights=True)
+
+
+def _kernel_mlp_counters(rows: int, weights):
+    plain = all(isinstance(weight, jax.Array) for weight in weights)
+    return new_counters() if plain and takes(rows, *weights) else None
 
 
 def _linear(x, weight, out_dtype):
