@@ -23,7 +23,6 @@ improve transformer" (2020); Zhang and Sennrich, "Root Mean Square Layer Normali
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -31,7 +30,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import _device, _host, _numerics
-from .. import arguments
 from ..plan import identity
 from ..references import exact_product
 from .grid import num_counters
