@@ -23,13 +23,16 @@ improve transformer" (2020); Zhang and Sennrich, "Root Mean Square Layer Normali
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ... import _device, _host, _numerics
+from .. import arguments
 from ..plan import identity
 from ..references import exact_product
 from .grid import num_counters
@@ -37,6 +40,8 @@ from .kernel import launch
 from .plan import ROWS_MAX, STAGES_MAX, AddParts, Cut, Normalize, Plan, Product, cut_of
 
 HIDDEN_MAX = 8192  # A warpgroup has a row in its registers.
+# What is given only with another.
+NEEDED = [("residual", "scale"), ("w_o", "scale"), ("next_scale", "scale"), ("w_qkv", "next_scale")]
 NUM_COUNTERS = num_counters(8)  # More barriers than the longest chain has.
 
 
@@ -83,8 +88,9 @@ class Options:
     """The options of a call."""
 
     eps: float
-    activation: object
+    activation: Callable
     out_dtype: jnp.dtype
+    total_dtype: jnp.dtype
     config: Config
 
 
@@ -136,30 +142,73 @@ def plan_of(shapes: dict, dtype, config: Config, num_sms: int = 132, interpreted
     return Plan(rows, dtype, tuple(stages), num_sms, config.num_stages, config.x_stages, interpreted)
 
 
-def _run(operands: dict, counters, options: Options) -> tuple:
+def _run(options: Options, operands: dict, counters) -> tuple:
     """(o, the sum or None, counters)."""
-    target, dtype = _host.require_tensor_cores("mlp"), operands["w_down"].dtype
-    plan = plan_of(
-        {name: x.shape for name, x in operands.items()}, dtype, options.config, target.num_sms, target.interpreted
-    )
-    of, square = jax.ShapeDtypeStruct, (plan.rows, operands["w_down"].shape[0])
-    n = operands["w_qkv"].shape[0] if "w_qkv" in operands else square[1]
-    outs = dict(out=of((plan.rows, n), options.out_dtype))
-    totals = [stage.total for stage in plan.stages if isinstance(stage, Normalize)]
-    outs |= {name: of(square, jnp.float32) for name in totals}
-    outs |= {stage.y: of(square, dtype) for stage in plan.stages if isinstance(stage, Normalize) and stage.y != "out"}
-    piece = of((_device.WARPGROUP,), jnp.float32)
+    target, (hidden, _), dtype = _host.require_tensor_cores("mlp"), operands["w_down"].shape, operands["w_down"].dtype
+    shapes = {name: x.shape for name, x in operands.items()}
+    plan = plan_of(shapes, dtype, options.config, target.num_sms, target.interpreted)
+    norms = [stage for stage in plan.stages if isinstance(stage, Normalize)]
+    of = lambda cols, dtype: jax.ShapeDtypeStruct((plan.rows, cols), dtype)
+    outs = {norm.total: of(hidden, jnp.float32) for norm in norms[:-1]}
+    outs |= {norm.total: of(hidden, options.total_dtype) for norm in norms[-1:]}
+    outs |= {norm.y: of(hidden, dtype) for norm in norms}
+    outs["out"] = of(shapes["w_qkv"][0] if "w_qkv" in shapes else hidden, options.out_dtype)
     how = dict(
-        activation=_numerics.lowerable(options.activation, piece), eps=options.eps,
-        params=_host.compiler_params(approx_math=True),
+        activation=_numerics.lowerable(options.activation, jax.ShapeDtypeStruct((_device.WARPGROUP,), jnp.float32)),
+        eps=options.eps, params=_host.compiler_params(approx_math=True),
     )  # fmt: skip
-    if target.interpreted:
-        found = launch(plan, operands, outs, counters, **how)
-    else:
-        ref = _host.ref_of("mlp", counters)
-        found = launch(plan, operands, outs, ref, **how)
-        counters = jax.freeze(ref)
-    return found["out"], found[totals[-1]] if totals else None, counters
+    ref = counters if target.interpreted else _host.ref_of("mlp", counters)
+    found = launch(plan, operands, outs, ref, **how)
+    counters = counters if target.interpreted else jax.freeze(ref)
+    return found["out"], found[norms[-1].total] if norms else None, counters
+
+
+def _require(op: str, given: dict) -> dict:
+    """`given`, without what is None, as arrays that the kernel takes; x and residual as matrices.
+
+    Raises:
+      ValueError: they are not.
+    """
+    operands = {name: _host.as_array(op, name, value) for name, value in given.items() if value is not None}
+    for name, needed in NEEDED:
+        if name in operands and needed not in operands:
+            raise ValueError(f"{_host.PACKAGE}.{op}: {name} is given without {needed}: pass both, or neither")
+    x, w_down = operands["x"], operands["w_down"]
+    if x.ndim == 0 or w_down.ndim != 2:
+        raise ValueError(f"{_host.PACKAGE}.{op}: {x.shape=}, {w_down.shape=}; must be (..., D) and (D, F)")
+    (hidden, inner), rows = w_down.shape, x.shape[:-1]
+    if hidden % 128 or hidden > HIDDEN_MAX or inner % 16:
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: {w_down.shape=}; must be (D, F), D a multiple of 128, the threads of a warpgroup, "
+            f"up to {HIDDEN_MAX}, and F one of 16: call {_host.PACKAGE}.glu and {_host.PACKAGE}.matmul for others"
+        )
+    width = operands["w_o"].shape[-1] if "w_o" in operands else hidden
+    n = operands["w_qkv"].shape[0] if "w_qkv" in operands else 0
+    wanted = dict(
+        x=(*rows, width), residual=(*rows, hidden), w_gate_up=(2 * inner, hidden), scale=(hidden,),
+        next_scale=(hidden,), w_o=(hidden, width), w_qkv=(n, hidden),
+    )  # fmt: skip
+    multiplied = {"x"} if "w_o" in operands or "scale" not in operands else set()
+    for name, array in operands.items():
+        if name in wanted and array.shape != wanted[name]:
+            raise ValueError(
+                f"{_host.PACKAGE}.{op}: {name}.shape={array.shape}; must be {wanted[name]}, of {w_down.shape=}"
+            )
+        if name.startswith("w_") or name in multiplied:
+            beside = "w_gate_up" if name == "w_down" else "w_down"
+            arguments.require_halves(op, **{name: array, beside: operands[beside]})
+            arguments.require_rows(op, name, array)
+        else:
+            _host.require_float(op, array.dtype, f"{name}.dtype")
+    if n % 128:
+        raise ValueError(f"{_host.PACKAGE}.{op}: w_qkv has {n} rows; must be a multiple of 128: pad it with zeros")
+    if math.prod(rows) > ROWS_MAX:
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: {x.shape=} has {math.prod(rows)} rows; must be at most {ROWS_MAX}: for more, "
+            f"{_host.PACKAGE}.glu and {_host.PACKAGE}.matmul are faster"
+        )
+    flat = lambda array: array.reshape(math.prod(rows), array.shape[-1])
+    return operands | {name: flat(operands[name]) for name in ("x", "residual") if name in operands}
 
 
 def mlp(
@@ -178,26 +227,72 @@ def mlp(
     counters: jax.Array | None = None,
     config: Config | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """WIP"""
+    """A layer's MLP for at most 128 rows in one kernel, and the norms and products around it that are given; bitwise
+    reproducible from run to run.
+
+    The kernel needs every SM of the GPU: two that run at the same time, in two streams, may wait for each other for
+    ever. `jax.vmap` runs one after the other. On an automatic mesh JAX gathers sharded operands on every device and
+    says nothing: call it inside `jax.shard_map`.
+
+    Args:
+      x: (..., D) float32, bfloat16 or float16: what is added to the residual and normalised. Without `scale` it is
+        multiplied as it is, and with `w_o` that product is added; it then has the dtype of the weights.
+      w_gate_up: (2 F, D) bfloat16 or float16, as linear layers store weights: the gate's F rows, then the up product's.
+      w_down: (D, F), of the same dtype as all weights. D is a multiple of 128 up to 8192, F one of 16.
+      residual: (..., D) float32, bfloat16 or float16, or None for zeros.
+      scale: (D,), of the RMSNorm before the MLP; None for no norm.
+      eps: added to the means of squares, 0 or more.
+      activation: of the gate, as `glu` takes it.
+      w_o: (D, A), of the product before: x is then (..., A), the output of attention.
+      next_scale: (D,), of the RMSNorm after the MLP, whose result is then added to the sum as well.
+      w_qkv: (N, D), of the product after that norm; N is a multiple of 128.
+      out_dtype: dtype of the result, float32, bfloat16 or float16; None for the dtype of `x`.
+      counters: of `new_counters()` or of the call before; None for new ones, which cost a launch of their own. Calls
+        that share them must follow each other.
+      config: how the products are cut up; None for the fastest predicted ones.
+
+    Returns:
+      (..., D), or with `w_qkv` (..., N), of `out_dtype`: the MLP's result, with `next_scale` its sum's norm, with
+      `w_qkv` that norm's product. With `scale` also the sum of all that is added up, (..., D) of the residual's dtype,
+      or float32; and with `counters` these, for the next call. Several results are a tuple, in this order.
+
+    Raises:
+      ValueError: a rank, shape, dtype, number of rows or option is not supported; RuntimeError: no GPU.
+    """
     given = dict(
         x=x, w_gate_up=w_gate_up, w_down=w_down, residual=residual, scale=scale, w_o=w_o, next_scale=next_scale,
         w_qkv=w_qkv,
     )  # fmt: skip
-    operands = {name: _host.as_array("mlp", name, value) for name, value in given.items() if value is not None}
-    x = operands["x"]
-    rows = x.shape[:-1]
-    flat = lambda a: a.reshape(math.prod(rows), a.shape[-1])
-    operands |= {name: flat(operands[name]) for name in ("x", "residual") if name in operands}
+    operands, rows = _require("mlp", given), jnp.shape(x)[:-1]
+    eps = _host.option("mlp", "eps", eps, float)
+    if eps < 0:
+        raise ValueError(f"{_host.PACKAGE}.mlp: {eps=}; must be 0 or more")
     fn = identity if activation is None else _numerics.activation_fn("mlp", activation)
-    out_dtype = _host.require_float("mlp", x.dtype if out_dtype is None else out_dtype)
-    options = Options(float(eps), fn, out_dtype, config or Config())
-    keeps = counters is not None
-    counters = counters if keeps else new_counters()
-    out, total, counters = _run(operands, counters, options)
-    shaped = lambda a: a.reshape(*rows, a.shape[-1])
-    results = [shaped(out)] + ([] if total is None else [shaped(total)]) + ([counters] if keeps else [])
+    out_dtype = _host.require_float("mlp", operands["x"].dtype if out_dtype is None else out_dtype)
+    total_dtype = operands["residual"].dtype if residual is not None else jnp.dtype(jnp.float32)
+    options = Options(eps, fn, out_dtype, total_dtype, _host.require_config("mlp", config, Config) or Config())
+    operands = dict(zip(operands, _host.without_gradient("mlp", "mlp_reference", *operands.values()), strict=True))
+    if operands["x"].shape[0]:
+        # A batch of kernels would be one of too many blocks, which cannot all wait for each other.
+        run = jax.custom_batching.sequential_vmap(functools.partial(_run, options))
+        out, total, left = run(operands, new_counters() if counters is None else counters)
+    else:
+        n = w_qkv.shape[0] if w_qkv is not None else w_down.shape[0]
+        out, left = jnp.zeros((0, n), out_dtype), counters
+        total = None if scale is None else jnp.zeros((0, w_down.shape[0]), total_dtype)
+    results = [array.reshape(*rows, array.shape[-1]) for array in (out, total) if array is not None]
+    results += [] if counters is None else [left]
     return results[0] if len(results) == 1 else tuple(results)
 
 
-mlp.Config = Config  # `cookbook.mlp` is this function, not its module.
-mlp.Cut = Cut
+mlp.Config, mlp.Cut = Config, Cut  # `cookbook.mlp` is this function, not its module.
+
+
+def flops(m: int, d: int, f: int, others: int = 0) -> int:
+    """Operations of the three products, and of others with so many weights."""
+    return 2 * m * (3 * d * f + others)
+
+
+def bytes_moved(m: int, d: int, f: int, others: int = 0) -> int:
+    """Weights of 16 bits, those of other products included, read once; x, the residual and both results of 32."""
+    return 2 * (3 * d * f + others) + 16 * m * d
