@@ -142,24 +142,20 @@ def plan_of(shapes: dict, dtype, config: Config, num_sms: int = 132, interpreted
     return Plan(rows, dtype, tuple(stages), num_sms, config.num_stages, config.x_stages, interpreted)
 
 
-def _run(options: Options, operands: dict, counters) -> tuple:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # The layers of a model, all alike, are traced once.
+def _run(plan: Plan, options: Options, params, operands: dict, counters) -> tuple:
     """(o, the sum or None, counters)."""
-    target, (hidden, _), dtype = _host.require_tensor_cores("mlp"), operands["w_down"].shape, operands["w_down"].dtype
-    shapes = {name: x.shape for name, x in operands.items()}
-    plan = plan_of(shapes, dtype, options.config, target.num_sms, target.interpreted)
+    (hidden, _), dtype = operands["w_down"].shape, operands["w_down"].dtype
     norms = [stage for stage in plan.stages if isinstance(stage, Normalize)]
     of = lambda cols, dtype: jax.ShapeDtypeStruct((plan.rows, cols), dtype)
     outs = {norm.total: of(hidden, jnp.float32) for norm in norms[:-1]}
     outs |= {norm.total: of(hidden, options.total_dtype) for norm in norms[-1:]}
     outs |= {norm.y: of(hidden, dtype) for norm in norms}
-    outs["out"] = of(shapes["w_qkv"][0] if "w_qkv" in shapes else hidden, options.out_dtype)
-    how = dict(
-        activation=_numerics.lowerable(options.activation, jax.ShapeDtypeStruct((_device.WARPGROUP,), jnp.float32)),
-        eps=options.eps, params=_host.compiler_params(approx_math=True),
-    )  # fmt: skip
-    ref = counters if target.interpreted else _host.ref_of("mlp", counters)
-    found = launch(plan, operands, outs, ref, **how)
-    counters = counters if target.interpreted else jax.freeze(ref)
+    outs["out"] = of(operands["w_qkv"].shape[0] if "w_qkv" in operands else hidden, options.out_dtype)
+    activation = _numerics.lowerable(options.activation, jax.ShapeDtypeStruct((_device.WARPGROUP,), jnp.float32))
+    ref = counters if plan.interpreted else _host.ref_of("mlp", counters)
+    found = launch(plan, operands, outs, ref, activation=activation, eps=options.eps, params=params)
+    counters = counters if plan.interpreted else jax.freeze(ref)
     return found["out"], found[norms[-1].total] if norms else None, counters
 
 
@@ -273,8 +269,13 @@ def mlp(
     options = Options(eps, fn, out_dtype, total_dtype, _host.require_config("mlp", config, Config) or Config())
     operands = dict(zip(operands, _host.without_gradient("mlp", "mlp_reference", *operands.values()), strict=True))
     if operands["x"].shape[0]:
+        target = _host.require_tensor_cores("mlp")
+        shapes = {name: array.shape for name, array in operands.items()}
+        plan = plan_of(shapes, operands["w_down"].dtype, options.config, target.num_sms, target.interpreted)
         # A batch of kernels would be one of too many blocks, which cannot all wait for each other.
-        run = jax.custom_batching.sequential_vmap(functools.partial(_run, options))
+        run = jax.custom_batching.sequential_vmap(
+            functools.partial(_run, plan, options, _host.compiler_params(approx_math=True))
+        )
         out, total, left = run(operands, new_counters() if counters is None else counters)
     else:
         n = w_qkv.shape[0] if w_qkv is not None else w_down.shape[0]
