@@ -30,6 +30,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from ... import _device, _host, _numerics
 from .. import arguments
@@ -37,7 +38,7 @@ from ..plan import identity
 from ..references import exact_product
 from .grid import num_counters
 from .kernel import launch
-from .plan import ROWS_MAX, STAGES_MAX, AddParts, Cut, Normalize, Plan, Product, cut_of
+from .plan import ROWS_MAX, STAGES_MAX, TILE_K, AddParts, Cut, Normalize, Plan, Product, cut_of
 
 HIDDEN_MAX = 8192  # A warpgroup has a row in its registers.
 # What is given only with another.
@@ -120,6 +121,10 @@ def plan_of(shapes: dict, dtype, config: Config, num_sms: int = 132, interpreted
 
     def product(name: str, x: str, n: int, k: int, is_gated: bool = False) -> Product:
         cut = getattr(config, name) or cut_of(rows, n, k, is_gated, num_sms)
+        if is_gated and n % cut.tile_n:
+            raise ValueError(f"{config.up=} must cut {n} columns evenly: a tile reads as many rows of the gate")
+        if cut.parts > (most := pl.cdiv(k, 2 * TILE_K)):
+            raise ValueError(f"{name}={cut} must have at most {most} parts, of {2 * TILE_K} values of K={k} each")
         return Product(x, "w_gate_up" if is_gated else f"w_{name}", f"of_{name}", n, k, cut, num_sms, is_gated)
 
     stages, down = [], product("down", "of_up", hidden, inner)
@@ -160,12 +165,12 @@ def _run(plan: Plan, options: Options, params, operands: dict, counters) -> tupl
 
 
 def _require(op: str, given: dict) -> dict:
-    """`given`, without what is None, as arrays that the kernel takes; x and residual as matrices.
+    """`given` as arrays that the kernel takes, x and residual as matrices.
 
     Raises:
       ValueError: they are not.
     """
-    operands = {name: _host.as_array(op, name, value) for name, value in given.items() if value is not None}
+    operands = {name: _host.as_array(op, name, value) for name, value in given.items()}
     for name, needed in NEEDED:
         if name in operands and needed not in operands:
             raise ValueError(f"{_host.PACKAGE}.{op}: {name} is given without {needed}: pass both, or neither")
@@ -227,8 +232,9 @@ def mlp(
     reproducible from run to run.
 
     The kernel needs every SM of the GPU: two that run at the same time, in two streams, may wait for each other for
-    ever. `jax.vmap` runs one after the other. On an automatic mesh JAX gathers sharded operands on every device and
-    says nothing: call it inside `jax.shard_map`.
+    ever. `jax.vmap` runs one after the other.
+
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 
     Args:
       x: (..., D) float32, bfloat16 or float16: what is added to the residual and normalised. Without `scale` it is
@@ -255,11 +261,9 @@ def mlp(
     Raises:
       ValueError: a rank, shape, dtype, number of rows or option is not supported; RuntimeError: no GPU.
     """
-    given = dict(
-        x=x, w_gate_up=w_gate_up, w_down=w_down, residual=residual, scale=scale, w_o=w_o, next_scale=next_scale,
-        w_qkv=w_qkv,
-    )  # fmt: skip
-    operands, rows = _require("mlp", given), jnp.shape(x)[:-1]
+    others = dict(residual=residual, scale=scale, w_o=w_o, next_scale=next_scale, w_qkv=w_qkv)
+    others = {name: array for name, array in others.items() if array is not None}
+    operands, rows = _require("mlp", dict(x=x, w_gate_up=w_gate_up, w_down=w_down) | others), jnp.shape(x)[:-1]
     eps = _host.option("mlp", "eps", eps, float)
     if eps < 0:
         raise ValueError(f"{_host.PACKAGE}.mlp: {eps=}; must be 0 or more")
