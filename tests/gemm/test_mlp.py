@@ -65,7 +65,9 @@ STRUCTURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in ("all", "products alone"))) for x in STRUCTURES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in ("all", "products alone"))) for x in STRUCTURES]
+)
 def test_every_structure(name):
     sizes, more, how, options = STRUCTURES[name]
     check(operands(*sizes, more, **how), **options)
