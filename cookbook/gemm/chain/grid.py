@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A barrier of all blocks of a grid, which are all on the GPU at the same time: counters in global memory.
 
-What a block stored before it arrives, any block may load after its wait, by TMA too. PTX counts TMA's accesses to
+After its wait a block may load, by TMA too, whatever a block stored before it arrived. PTX counts TMA's accesses to
 another proxy than those of threads, so both sides fence the two against each other.
 
 JAX's interpreter has no semaphores: there all blocks are one cluster, and meet at its barriers.

@@ -41,7 +41,7 @@ from .kernel import launch
 from .plan import ROWS_MAX, STAGES_MAX, TILE_K, AddParts, Cut, Normalize, Plan, Product, cut_of
 
 HIDDEN_MAX = 8192  # A warpgroup has a row in its registers.
-# What is given only with another.
+# Operands that need another.
 NEEDED = [("residual", "scale"), ("w_o", "scale"), ("next_scale", "scale"), ("w_qkv", "next_scale")]
 NUM_COUNTERS = num_counters(8)  # More barriers than the longest chain has.
 

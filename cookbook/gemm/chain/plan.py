@@ -110,7 +110,7 @@ class Plan:
     """Statics of a kernel."""
 
     rows: int
-    dtype: jnp.dtype  # Of weights, and of what they are multiplied with.
+    dtype: jnp.dtype  # The weights', and that of what they are multiplied with.
     stages: tuple[Stage, ...]
     num_blocks: int
     num_stages_wanted: int | None
