@@ -15,7 +15,7 @@ A layer of a step that decodes is as few kernels as there are points where all t
     norm (adds the residual)  ->  product q, k, v  ->  rotation and write to the pages  ->  attention, and its merge
     ->  product o  ->  norm (adds the residual)  ->  product gate, up with SwiGLU  ->  product down
 
-Where weights are dense, of 16 bits and without biases, all from one attention to the next is one kernel, `cookbook.mlp`.
+Where weights are dense, of 16 bits and without biases, `cookbook.mlp` is one kernel from one attention to the next.
 
 Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (2023).
 """

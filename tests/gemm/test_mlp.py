@@ -60,7 +60,7 @@ STRUCTURES = {
     "products alone": (((2, 3), 128, 48), (), dict(dtype=F16), {}),
     "a norm": (((70,), 128, 80), ("scale",), {}, dict(config=Config(up=Cut(16), down=Cut(32, 1), num_stages=2))),
     "all": (((5,), 256, 272), ALL, {}, dict(
-        config=Config(Cut(16), Cut(48, 3), Cut(64, 1), Cut(24, 2), x_stages=2), activation="silu")),
+        config=Config(Cut(16), Cut(48, 3), Cut(64, 1), Cut(24, 2), x_stages=4), activation="silu")),
     "the last layer": (((3,), 128, 64), ALL[:-1], {}, {}),
 }  # fmt: skip
 

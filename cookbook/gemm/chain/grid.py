@@ -64,15 +64,10 @@ def _ptx(text: str, *args):
     mgpu.utils.inline_ptx(text, *args, has_side_effects=True)
 
 
-def _by_one_thread():
-    return mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP)
-
-
 def _arrive(counter):
     _ptx("fence.proxy.async;")
     mgpu.utils.warpgroup_barrier()
-    with _by_one_thread():
-        mgpu.utils.SemaphoreRef(counter).signal(1, memory_scope="gpu")
+    mgpu.utils.SemaphoreRef(counter).signal(1, memory_scope="gpu")  # It elects its thread, with the whole warp.
 
 
 def _wait(counter, count: int):
@@ -84,7 +79,7 @@ def _reset(counters, num_barriers: int, arrivals: int):
     """`atom.inc` counts from `arrivals` - 1 to 0 again, so the counter of those who left needs no other reset."""
     left = f"[$0 + {4 * APART * num_barriers}]"
     clear = "".join(f"@last st.relaxed.gpu.global.u32 [$0 + {4 * APART * i}], 0;\n" for i in range(num_barriers))
-    with _by_one_thread():
+    with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
         _ptx(
             "{\n.reg .u32 before;\n.reg .pred last;\n"
             f"atom.acq_rel.gpu.global.inc.u32 before, {left}, {arrivals - 1};\n"

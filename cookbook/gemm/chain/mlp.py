@@ -78,10 +78,11 @@ class Config:
     def __post_init__(self):
         if self.up is not None and self.up.parts != 1:
             raise ValueError(f"{self.up=} must have one part: the gate needs the whole sum")
-        for name in ("num_stages", "x_stages"):
+        # Slots are given back one step late, and a step has one of weights and up to two of x.
+        for name, least in (("num_stages", 2), ("x_stages", 4)):
             value = getattr(self, name)
-            if value is not None and not 2 <= value <= STAGES_MAX:
-                raise ValueError(f"{name}={value} must be from 2 to {STAGES_MAX}, or None")
+            if value is not None and not least <= value <= STAGES_MAX:
+                raise ValueError(f"{name}={value} must be from {least} to {STAGES_MAX}, or None")
 
 
 @dataclasses.dataclass(frozen=True)
