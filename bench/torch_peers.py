@@ -24,10 +24,12 @@ CHECKED_ROWS = 128  # Rows checked of an operator with a state, whose recurrence
 
 
 def cases(op: str | None = None) -> list[Case]:
-    """Problems of rows by matrices that lie as (G, K, N), SSD with b and c for each head, the gated delta rule, the
-    convolution before them, the norm of a sum of 16 bits, packed sequences and pages of 16 bits."""
+    """Problems of rows by matrices that lie as (G, K, N), few rows by weights of 4 bits, SSD with b and c for each
+    head, the gated delta rule, the convolution before them, the norm of a sum of 16 bits, packed sequences and pages
+    of 16 bits."""
     takes = {
         "ragged_dot": lambda case: case.derive is None,
+        "matmul_int4_weights": lambda case: case.shapes[0][0] <= 256,  # It is made for few rows.
         "ssd": lambda case: case.shapes[3][2] == case.shapes[0][2],
         "gated_delta_rule": lambda case: True,
         "causal_conv1d": lambda case: True,
@@ -96,7 +98,7 @@ def _peers(op: str) -> dict:
     if op in torch_attention.OPS:
         return dict(fa3=torch_attention.fa3, flashinfer=torch_attention.flashinfer)
     return dict(
-        ragged_dot=dict(torch=_grouped_product), ssd=dict(fla=_simple_gla),
+        ragged_dot=dict(torch=_grouped_product), matmul_int4_weights=dict(torch=_int4pack), ssd=dict(fla=_simple_gla),
         gated_delta_rule=dict(fla=_gated_delta_rule), causal_conv1d=dict(torch=_conv1d),
         rms_norm=dict(torch=_norm_of_sum),
     )[op]  # fmt: skip
@@ -113,6 +115,21 @@ def _grouped_product(torch, case):
     exact = (lhs[rows].float() @ rhs[largest].float()).cpu().numpy()
     error = relative_error(out[rows].float().cpu().numpy(), exact)
     return dict(torch=torch.__version__), product, error
+
+
+def _int4pack(torch, case):
+    """(versions, call, its error) of torch's product with weights of 4 bits, w = (q - 8) scale + zero, zeros of 0."""
+    (m, k), (n, _), (groups, _) = case.shapes
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    q = torch.randint(0, 16, (n, k), device="cuda", dtype=torch.int32)
+    scales = torch.rand(groups, n, device="cuda", dtype=torch.bfloat16) * k**-0.5
+    pairs = (q[:, ::2] << 4 | q[:, 1::2]).to(torch.uint8)
+    packed = torch._convert_weight_to_int4pack(pairs, 8)
+    scales_and_zeros = torch.stack([scales, torch.zeros_like(scales)], -1)
+    call = lambda: torch._weight_int4pack_mm(x, packed, k // groups, scales_and_zeros)
+    wide = (q - 8).double() * scales.double().T.repeat_interleave(k // groups, 1)
+    error = relative_error(call().double().cpu().numpy(), (x.double() @ wide.T).cpu().numpy())
+    return dict(torch=torch.__version__), call, error
 
 
 def _conv1d(torch, case):

@@ -197,7 +197,7 @@ def test_grouped_problems_have_peers_of_the_same_result(case):
 def test_torch_is_timed_on_the_matrices_that_it_takes(monkeypatch):
     timed = torch_peers.cases("ragged_dot")
     assert timed and all(case.shapes[1][1] == case.shapes[0][1] for case in timed)
-    others = {"ssd", "gated_delta_rule", "causal_conv1d", "rms_norm"}
+    others = {"matmul_int4_weights", "ssd", "gated_delta_rule", "causal_conv1d", "rms_norm"}
     assert {case.op for case in torch_peers.cases()} == {"ragged_dot", *others, *torch_attention.OPS}
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(SystemExit, match="torch cannot be imported .*: install it"):
