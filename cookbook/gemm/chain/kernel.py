@@ -65,6 +65,7 @@ def load_weights(plan: Plan, rings: Rings, refs: dict):
 def load_x(plan: Plan, rings: Rings, grid: GridBarriers, refs: dict):
     """The x warpgroup."""
     count = jnp.int32(0)
+    row = 0 * block_index()  # Traced: JAX 0.12 refuses constant slices beyond an array, where TMA fills up with zeros.
     for number, product in enumerate(plan.stages):
         if not isinstance(product, Product):
             continue
@@ -77,7 +78,7 @@ def load_x(plan: Plan, rings: Rings, grid: GridBarriers, refs: dict):
 
             @pl.loop(start, end)
             def _(tile):
-                slot, at = rings.of_x.acquire(count + tile - start), (0, tile * plan.x_operand.tile_k)
+                slot, at = rings.of_x.acquire(count + tile - start), (row, tile * plan.x_operand.tile_k)
                 plan.x_operand.copy(refs[product.x], at, rings.x_tma.at[slot], rings.of_x.filled.at[slot], None)
 
             return count + end - start
