@@ -53,7 +53,7 @@ def load_weights(plan: Plan, rings: Rings, refs: dict):
             @pl.loop(start, end)
             def _(step):
                 slot = ring.acquire(count + step - start)
-                for half, at in enumerate(product.places(col, step)):
+                for half, at in enumerate(product.places(col, product.turned(block_index(), step, start, end))):
                     operand.copy(refs[product.weights], at, rings.w_tma.at[slot, half], ring.filled.at[slot], None)
 
             return count + end - start
@@ -73,15 +73,17 @@ def load_x(plan: Plan, rings: Rings, grid: GridBarriers, refs: dict):
             grid.wait(number - 1)
 
         def load_unit(i, count, product=product):
-            _, _, start, end = product.unit(block_index(), i)
-            start, end = start * product.x_tiles, end * product.x_tiles
+            (_, _, start, end), each = product.unit(block_index(), i), product.x_tiles
 
             @pl.loop(start, end)
-            def _(tile):
-                slot, at = rings.of_x.acquire(count + tile - start), (row, tile * plan.x_operand.tile_k)
-                plan.x_operand.copy(refs[product.x], at, rings.x_tma.at[slot], rings.of_x.filled.at[slot], None)
+            def _(step):
+                first = product.turned(block_index(), step, start, end) * each
+                for tile in range(each):
+                    slot = rings.of_x.acquire(count + (step - start) * each + tile)
+                    at = row, (first + tile) * plan.x_operand.tile_k
+                    plan.x_operand.copy(refs[product.x], at, rings.x_tma.at[slot], rings.of_x.filled.at[slot], None)
 
-            return count + end - start
+            return count + (end - start) * each
 
         count = lax.fori_loop(0, product.num_units(block_index()), load_unit, count)
     rings.of_x.drain(count)

@@ -16,6 +16,7 @@ ROWS_MAX = 128
 TILE_K = 64  # Values of K of a tile: 128 bytes, the widest swizzle.
 STAGES_MAX = 16
 PARTS_MAX = 16
+TURNS = 0
 X_BYTES = 65_536  # Shared memory for the stages of x: as many as keep up with the weights' after a barrier.
 
 
@@ -73,6 +74,12 @@ class Product:
         part = _device.rem(unit, parts)
         start, end = (_device.div(p * self.num_steps, parts) for p in (part, part + 1))
         return _device.div(unit, parts) * self.cut.tile_n, part, start, end
+
+    def turned(self, block, step, start, end):
+        """The `step` of a unit that `block` does in its place: blocks begin at different ones, for all read one x."""
+        if not TURNS:
+            return step
+        return start + _device.rem(step - start + block * TURNS, end - start)
 
     def places(self, col, step) -> list:
         """(row, k) of the two tiles of weights of a step."""
