@@ -291,12 +291,6 @@ OPS = {
         gradients=("out_a", "lse_a", "out_b", "lse_b"),
         empty=(dict(out_a=0, lse_a=0, out_b=0, lse_b=0),),
     ),
-    "mlp": Op(
-        dict(x=(BF16, (3, 128)), w_gate_up=(BF16, (64, 128)), w_down=(BF16, (128, 32))),
-        static=("eps",),
-        more=dict(residual=(F32, (3, 128)), scale=(F32, (128,))),
-        empty=(dict(x=0),),
-    ),
     "moe": Op(
         dict(x=(BF16, (5, 64)), router_logits=(F32, (5, 3)), w_gate_up=(BF16, (3, 64, 32)), w_down=(BF16, (3, 16, 64))),
         dict(top_k=2),

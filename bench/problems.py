@@ -55,7 +55,7 @@ kda, kda_step = map(inspect.getmodule, (cookbook.kda, cookbook.kda_step))
 causal_conv1d, causal_conv1d_step = map(inspect.getmodule, (cookbook.causal_conv1d, cookbook.causal_conv1d_step))
 cross_entropy, linear_cross_entropy = map(inspect.getmodule, (cookbook.cross_entropy, cookbook.linear_cross_entropy))
 reduce_sum, rms_norm, softmax = map(inspect.getmodule, (cookbook.reduce_sum, cookbook.rms_norm, cookbook.softmax))
-mlp, sample, top_k = map(inspect.getmodule, (cookbook.mlp, cookbook.sample, cookbook.top_k))
+sample, top_k = map(inspect.getmodule, (cookbook.sample, cookbook.top_k))
 layer_norm, group_norm = map(inspect.getmodule, (cookbook.layer_norm, cookbook.group_norm))
 
 # The peers that are not this project's own, and what each is.
@@ -1083,44 +1083,6 @@ def _ragged_fp8(m, n, k, sizes, **kwargs):
                 **kwargs)  # fmt: skip
 
 
-def _mlp(m, d, f, **kwargs):
-    """From one attention to the next, N and A as with heads of which a quarter are keys' and as many values'. `xla` and
-    `kernels`, the ops that it is made of, are what an engine calls in its place."""
-    a, n = d, d * 3 // 2
-    shapes = (m, a), (2 * f, d), (d, f), (m, d), (d,), (d, a), (d,), (n, d)
-    dtypes = BF16, BF16, BF16, *[jnp.float32] * 2, BF16, jnp.float32, BF16
-    names = "residual", "scale", "w_o", "next_scale", "w_qkv"
-    named = lambda fn: lambda x, up, down, *others: fn(x, up, down, **dict(zip(names, others, strict=True)))
-
-    def unit(x, gate_up, down, residual, scale, w_o, next_scale, w_qkv, linear, norm, glu):
-        y, total = norm(linear(x, w_o, jnp.float32), scale, residual=residual, out_dtype=x.dtype)
-        y, total = norm(linear(glu(y, gate_up), down, jnp.float32), next_scale, residual=total, out_dtype=x.dtype)
-        return linear(y, w_qkv, x.dtype), total
-
-    def in_xla(*args):
-        linear = lambda x, w, dtype: jnp.matmul(x, w.T, preferred_element_type=dtype)
-
-        def norm(x, scale, residual, out_dtype):
-            y, total = rms_norm.rms_norm_reference(x, scale, residual=residual)
-            return y.astype(out_dtype), total
-
-        def glu(x, w):
-            gate, up = jnp.split(linear(x, w, jnp.float32), 2, axis=1)
-            return (jax.nn.silu(gate) * up).astype(x.dtype)
-
-        return unit(*args, linear, norm, glu)
-
-    def in_kernels(*args):
-        linear = lambda x, w, dtype: cookbook.matmul(x, w, transpose_b=True, out_dtype=dtype)
-        glu = lambda x, w: cookbook.glu(x, *jnp.split(w, 2), transpose_weights=True)
-        return unit(*args, linear, cookbook.rms_norm, glu)
-
-    others = d * (a + n)
-    return Case("mlp", shapes, BF16, named(cookbook.mlp), named(mlp.mlp_reference),
-                {"xla": in_xla, "kernels": in_kernels}, mlp.flops(m, d, f, others), mlp.bytes_moved(m, d, f, others),
-                f"{m}_{d}x{f}", dtypes=dtypes, **kwargs)  # fmt: skip
-
-
 def _moe(tokens, experts, top_k, hidden, inner, **kwargs):
     """`products`: both products alone, of rows that lie in order already. The rest is routing, permutation and sum."""
     shapes = (tokens, hidden), (tokens, experts), (experts, hidden, 2 * inner), (experts, inner, hidden)
@@ -1246,7 +1208,6 @@ CASES += [
     *(_glu(*size, gradients=True, target=ABOVE_XLA) for size in GATED),
     *(_glu(m, 14336, 4096, target=ABOVE_XLA) for m in (16, 128)),
 ]
-CASES += [_mlp(*size, target=ABOVE_XLA) for size in ((64, 2048, 8192), (8, 2048, 8192), (64, 4096, 14336))]
 
 
 # Without targets, because nobody here has a B200: compiled for it, never run, never timed.

@@ -102,26 +102,36 @@ def three_products(ax):
     )
 
 
+@drawing(3.9, 2.6)
+def blocks_of_rows(ax):
+    """Blocks of rows, over which the gradient of the weight is a sum."""
+    _rows(ax)
+
+
 @drawing(7.8, 2.6)
 def blocks_of_logits(ax):
     """Blocks of rows, over which the gradient of the weight is a sum, and blocks of columns, which have their own."""
-    for x, title in ((0.2, "blocks of rows"), (4.2, "and, for d_weight, blocks of columns")):
-        words(ax, x, 2.42, title, 9.5, ha="left", weight="bold")
-        box(ax, x, 1.1, 3.2, 1.05, colour=SOFT, fill=0.03, linestyle="--")
+    _rows(ax)
+    words(ax, 4.2, 2.42, "and, for d_weight, blocks of columns", 9.5, ha="left", weight="bold")
+    box(ax, 4.2, 1.1, 3.2, 1.05, colour=SOFT, fill=0.03, linestyle="--")
+    for i in range(8):
+        box(ax, 4.2 + 0.4 * i, 1.1, 0.4, 1.05, colour=ORANGE if i == 2 else SOFT, fill=0.4 if i == 2 else 0.02,
+            linewidth=0.6)  # fmt: skip
+        box(ax, 4.2 + 0.4 * i, 0.48, 0.4, 0.32, colour=PINK, fill=0.5 if i == 2 else 0.1, linewidth=0.6)
+    arrow(ax, (5.2, 1.08), (5.2, 0.82), PINK)
+    words(ax, 4.2, 0.22, "no sum, but the logits are computed a second time", 8, ha="left", colour=SOFT)
+
+
+def _rows(ax):
+    words(ax, 0.2, 2.42, "blocks of rows", 9.5, ha="left", weight="bold")
+    box(ax, 0.2, 1.1, 3.2, 1.05, colour=SOFT, fill=0.03, linestyle="--")
     for i in range(4):
         y = 1.1 + 0.2625 * (3 - i)
         box(ax, 0.2, y, 3.2, 0.2625, "logits of block 1, then g" if i == 1 else "", ORANGE if i == 1 else SOFT,
             fill=0.4 if i == 1 else 0.02, size=8, linewidth=0.6)  # fmt: skip
-    for i in range(8):
-        box(ax, 4.2 + 0.4 * i, 1.1, 0.4, 1.05, colour=ORANGE if i == 2 else SOFT, fill=0.4 if i == 2 else 0.02,
-            linewidth=0.6)  # fmt: skip
     arrow(ax, (1.8, 1.08), (1.8, 0.82), PINK)
     box(ax, 0.2, 0.48, 3.2, 0.32, "d_weight, all of it: a sum over blocks", PINK, fill=0.25, size=8)
-    arrow(ax, (5.2, 1.08), (5.2, 0.82), PINK)
-    for i in range(8):
-        box(ax, 4.2 + 0.4 * i, 0.48, 0.4, 0.32, colour=PINK, fill=0.5 if i == 2 else 0.1, linewidth=0.6)
     words(ax, 0.2, 0.22, "three products, and the sum is read and written per block", 8, ha="left", colour=SOFT)
-    words(ax, 4.2, 0.22, "no sum, but the logits are computed a second time", 8, ha="left", colour=SOFT)
 
 
 @drawing(7.8, 2.75)

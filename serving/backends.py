@@ -19,9 +19,9 @@ import jax.numpy as jnp
 
 import cookbook
 from cookbook.attn.cache.rope_write_kv import rope_write_kv_reference
-from cookbook.gemm.chain.mlp import new_counters, takes
 from cookbook.gemm.dense.matmul_int4_weights import group_size_of
-from cookbook.gemm.experts.moe import biased, route, swiglu_of
+from cookbook.gemm.experts.moe import biased, swiglu_of
+from cookbook.gemm.experts.route import route_reference
 from cookbook.rows.rms_norm import rms_norm_reference
 from serving.quantized import Packed
 from serving.weights import Int8
@@ -42,9 +42,6 @@ class Backend(NamedTuple):
     rope_write_kv: Callable
     paged_attention: Callable
     ragged_paged_attention: Callable
-    # (rows, weights): counters for `mlp`, if it takes a decoder layer with these weights; else None.
-    mlp_counters: Callable
-    mlp: Callable | None = None  # As `cookbook.mlp`, from one attention to the next.
 
 
 def backend(name: str) -> Backend:
@@ -56,18 +53,11 @@ def backend(name: str) -> Backend:
     if name == "cookbook":
         return Backend(
             _kernel_linear, _kernel_gated, cookbook.rms_norm, cookbook.moe, cookbook.rope_write_kv,
-            cookbook.paged_attention, cookbook.ragged_paged_attention, _kernel_mlp_counters, cookbook.mlp,
+            cookbook.paged_attention, cookbook.ragged_paged_attention,
         )  # fmt: skip
     if name == "xla":
         return Backend(
-            _linear,
-            _gated,
-            _rms_norm,
-            _moe,
-            rope_write_kv_reference,
-            _paged_attention,
-            _ragged_paged_attention,
-            lambda *_: None,
+            _linear, _gated, _rms_norm, _moe, rope_write_kv_reference, _paged_attention, _ragged_paged_attention
         )
     raise ValueError(f'backend = {name!r}; must be "cookbook" or "xla"')
 
@@ -94,11 +84,6 @@ def _kernel_gated(x, weight):
     if gate.size * gate.dtype.itemsize % 256:  # unless one lies where XLA hands over no slice.
         gate, up = jax.lax.optimization_barrier((gate, up))
     return cookbook.glu(x, gate, up, transpose_weights=True)
-
-
-def _kernel_mlp_counters(rows: int, weights):
-    plain = all(isinstance(weight, jax.Array) for weight in weights)
-    return new_counters() if plain and takes(rows, *weights) else None
 
 
 def _linear(x, weight, out_dtype):
@@ -129,10 +114,10 @@ def _moe(
     if isinstance(w_gate_up, Packed):
         inner = w_gate_up.words.shape[1] // 2
         w_gate_up, w_down = w_gate_up.floats(x.shape[1], x.dtype), w_down.floats(inner, x.dtype)
-    routing = route(router_logits, top_k, renormalize)
+    routing = route_reference(router_logits, top_k, renormalize)
     product = lambda a, b, bias: biased(
         jax.lax.ragged_dot(a, b, routing.group_sizes, precision="highest", preferred_element_type=jnp.float32),
-        bias, routing.group_sizes,
+        bias, routing.experts,
     )  # fmt: skip
     inner = swiglu_of(swiglu_limit)(product(x[routing.sources // top_k], w_gate_up, b_gate_up))
     out = product(inner.astype(x.dtype), w_down, b_down)

@@ -15,8 +15,6 @@ A layer of a step that decodes is as few kernels as there are points where all t
     norm (adds the residual)  ->  product q, k, v  ->  rotation and write to the pages  ->  attention, and its merge
     ->  product o  ->  norm (adds the residual)  ->  product gate, up with SwiGLU  ->  product down
 
-Where weights are dense, of 16 bits and without biases, `cookbook.mlp` is one kernel from one attention to the next.
-
 Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (2023).
 """
 
@@ -135,22 +133,11 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
         norm = functools.partial(ops.rms_norm, scale=weight(name), eps=config.rms_norm_eps, out_dtype=dtype)
         return (norm(x), x) if added is None else norm(added, residual=x)
 
-    def between(i: int) -> dict | None:
-        """The weights from layer i's attention to the next one's, if one kernel may take them all."""
-        names = [f"model.layers.{i}.{name}" for name in ("mlp.gate_up_proj", "mlp.down_proj", "self_attn.o_proj")]
-        names += [f"model.layers.{i + 1}.self_attn.qkv_proj"] * (i + 1 < config.num_hidden_layers)
-        if not decode or config.num_experts or config.attention_bias:
-            return None
-        return dict(zip(("w_gate_up", "w_down", "w_o", "w_qkv"), map(weight, names), strict=False))
-
-    x, added, chain = rows_of(weight("model.embed_tokens"), batch.tokens), None, between(0)
-    counters = None if chain is None else ops.mlp_counters(rows, chain.values())
+    x, added = rows_of(weight("model.embed_tokens"), batch.tokens), None
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
-        if counters is None or i == 0:
-            y, x = normed(x, added, f"{layer}.input_layernorm")
-            qkv = linear(y, f"{layer}.self_attn.qkv_proj")
-        qkv = qkv.reshape(rows, -1, config.head_dim)
+        y, x = normed(x, added, f"{layer}.input_layernorm")
+        qkv = linear(y, f"{layer}.self_attn.qkv_proj").reshape(rows, -1, config.head_dim)
         norms = {f"{name}_norm": weight(f"{layer}.self_attn.{name}_norm") for name in "qk" if config.qk_norm}
         how = dict(sinks=weights[f"{layer}.self_attn.sinks"]) if config.attention_sinks else {}
         kind, at = int(i in config.window_layers), places[i]
@@ -158,13 +145,6 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
             how |= dict(local_window_size=config.sliding_window - 1)  # Without the token that asks.
         q, *pages = ops.rope_write_kv(qkv, *turns, *pages, slots[kind][at], eps=config.rms_norm_eps, **norms)
         out = attend(q, *pages, tables[kind][at], *lens, **how)
-        if counters is not None:
-            following = f"model.layers.{i + 1}.input_layernorm" if i + 1 < config.num_hidden_layers else "model.norm"
-            qkv, x, counters = ops.mlp(
-                out.reshape(rows, -1), **between(i), residual=x, scale=weight(f"{layer}.post_attention_layernorm"),
-                next_scale=weight(following), eps=config.rms_norm_eps, counters=counters,
-            )  # fmt: skip
-            continue
         added = linear(out.reshape(rows, -1), f"{layer}.self_attn.o_proj", jnp.float32)
         y, x = normed(x, added, f"{layer}.post_attention_layernorm")
         if config.num_experts:
@@ -181,6 +161,6 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
     if not decode:
         last = jnp.maximum(batch.cu_seqlens_q[1:] - 1, 0)
         x, added = x[last], added[last]
-    y = qkv if counters is not None else normed(x, added, "model.norm")[0]  # The last layer's `mlp` has normalised.
+    y, _ = normed(x, added, "model.norm")
     head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
     return linear(y, head, jnp.float32), tuple(x.reshape(shape) for x in pages)

@@ -7,7 +7,6 @@ weights of 8 or 4 bits (`dense/four_bits.py`) in registers, and `grouped/kernel_
 goes beside them.
 """
 
-from .chain import mlp as mlp
 from .dense import matmul as matmul
 from .dense import matmul_fp8 as matmul_fp8
 from .dense import matmul_int4_weights as matmul_int4_weights

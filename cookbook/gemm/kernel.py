@@ -34,18 +34,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device
 from .operand import Ring, views
-from .plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan
+from .plan import COMPUTE, REGISTERS, Plan
 from .tiles import exchanged
 
 
-def memory_role(body):
-    """Runs the decorated function at once, in the memory warpgroup."""
-    return _device.role(lax.axis_index("role") == MEMORY, decrease_to=MEMORY_REGISTERS)(body)
+def memory_role(body, count: int = COMPUTE):
+    """Runs the decorated function at once, in the memory warpgroup, which follows `count` compute warpgroups."""
+    return _device.role(lax.axis_index("role") == count, decrease_to=REGISTERS[count][0])(body)
 
 
-def compute_role(body):
-    """Runs the decorated function at once, in each compute warpgroup."""
-    return _device.role(lax.axis_index("role") < COMPUTE, increase_to=COMPUTE_REGISTERS)(body)
+def compute_role(body, count: int = COMPUTE):
+    """Runs the decorated function at once, in each of `count` compute warpgroups."""
+    return _device.role(lax.axis_index("role") < count, increase_to=REGISTERS[count][1])(body)
 
 
 def load(plan: Plan, ring: Ring, a_gmem, b_gmem, copy=None):

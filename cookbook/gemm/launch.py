@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .. import _host, _numerics
 from .kernel import scale_and_shift
-from .plan import COMPUTE, Plan, identity
+from .plan import Plan, identity
 from .tiles import exchanged
 
 
@@ -64,7 +64,7 @@ def launch(body, plan: Plan, out_type, grid: dict[str, int], scratch: dict, para
         grid_names=tuple(grid),
         cluster=tuple(plan.cluster.values()),
         cluster_names=tuple(plan.cluster),
-        num_threads=COMPUTE + 1,
+        num_threads=plan.config.warpgroups + 1,
         thread_name="role",
         scratch_types=scratch,
         compiler_params=params,

@@ -25,7 +25,10 @@ from .tiles import Config, Tiles, exchanged
 
 COMPUTE, MEMORY = 2, 2  # Compute warpgroups, and the index of the memory warpgroup, which follows them.
 STORE_ROWS = 64  # Rows of a piece of o on its way out: as many as one WGMMA has.
-MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # Registers per thread; 128 threads each, 65,536 in all.
+# Registers per thread of the memory warpgroup and of each of so many compute warpgroups: 128 threads each, and 65,536
+# registers in all, which a launch hands out in multiples of 8 per thread.
+REGISTERS = {2: (40, 232), 4: (32, 112)}
+MEMORY_REGISTERS, COMPUTE_REGISTERS = REGISTERS[COMPUTE]
 STAGES_MAX = 12  # More slots than this hide no more latency.
 
 
@@ -134,7 +137,7 @@ class Plan:
             a_smem=self.a.smem(num_stages, interpreted),
             b_smem=self.b.smem(num_stages, interpreted),
             filled=plgpu.Barrier(num_arrivals=self.copies, num_barriers=num_stages),
-            freed=freed(num_arrivals=COMPUTE, num_barriers=num_stages),
+            freed=freed(num_arrivals=c.warpgroups, num_barriers=num_stages),
         )
         for name, dtype, size in self.of_groups:
             groups = max(1, self.tiles.tile_k // size)
@@ -143,16 +146,18 @@ class Plan:
             piece = exchanged(self.store_piece, self.swapped)
             swizzle = piece[1] * self.stored_dtype.itemsize
             scratch["o_smem"] = swizzled(
-                (COMPUTE, c.store_slots, *piece), self.stored_dtype, piece, swizzle, interpreted
+                (c.warpgroups, c.store_slots, *piece), self.stored_dtype, piece, swizzle, interpreted
             )
         if self.adds_parts and interpreted:  # It has no stores to other blocks: they meet in global memory.
-            scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=COMPUTE)
+            scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=c.warpgroups)
         elif self.adds_parts:
             rows, cols = self.slice_tile
             rows = rows * self.num_sums
             swizzle = max(size for size in (32, 64, 128) if 4 * cols % size == 0)
-            scratch["sums_smem"] = swizzled((COMPUTE, c.split_k, rows, cols), jnp.float32, None, swizzle, interpreted)
-            scratch["summed"] = plgpu.Barrier(num_arrivals=c.split_k - 1, num_barriers=COMPUTE)
+            scratch["sums_smem"] = swizzled(
+                (c.warpgroups, c.split_k, rows, cols), jnp.float32, None, swizzle, interpreted
+            )
+            scratch["summed"] = plgpu.Barrier(num_arrivals=c.split_k - 1, num_barriers=c.warpgroups)
         return scratch
 
     @property

@@ -3,6 +3,7 @@
 
 import dataclasses
 import math
+from typing import ClassVar
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -36,6 +37,7 @@ class Config:
     tail_split: int = 1  # Narrower tiles into which each tile of the last, partial wave is cut along N.
     store_slots: int = 2  # Pieces of o of each compute warpgroup that TMA may be storing at a time.
     swapped: bool = False  # Compute the transposed product: a plain b whose rows TMA has to cut needs no copy then.
+    warpgroups: ClassVar[int] = 2  # Compute warpgroups of a block.
 
     def __post_init__(self):
         self.check_tile()
@@ -81,7 +83,8 @@ class Config:
     def compute_tile(self) -> tuple[int, int]:
         """Rows and columns of o that one compute warpgroup accumulates."""
         return tuple(
-            size // 2 if self.split_dim == dim else size for dim, size in enumerate((self.tile_m, self.tile_n))
+            size // self.warpgroups if self.split_dim == dim else size
+            for dim, size in enumerate((self.tile_m, self.tile_n))
         )
 
 

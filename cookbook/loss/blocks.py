@@ -11,6 +11,7 @@ UNIT = 128  # Rows of a tile. A block of fewer wastes a part of it.
 # Blocks of rows at most that add to d_weight in 16 bits, where each addition rounds the sum: if logits are computed
 # twice, and by default, where this has to pay.
 ROUNDED_MAX, ROUNDED_FEW, ROUNDED_GAIN = 16, 4, 1.03
+PARTS_SHARE = 1 / 4  # Share of the logits.
 SECONDS_PER_BYTE = 1 / 4.2e12  # An H200's.
 
 
@@ -27,6 +28,12 @@ class Blocks:
 
     def num(self, rows: int) -> int:
         return -(-rows // self.rows)
+
+    def room(self, rows: int, pitch: int) -> int:
+        """Bytes for parts of d_hidden's sums beside logits of whole rows: of one block that leaves so much."""
+        logits = 2 * self.rows * pitch
+        room = int(PARTS_SHARE * logits)
+        return room if self.num(rows) == 1 and logits + room <= BYTES_MAX else 0
 
 
 def _up(size: int, unit: int) -> int:
@@ -46,12 +53,12 @@ def blocks_of(rows: int, hidden: int, vocabulary: int, pitch: int, memory: str |
     if memory is None and (found := _of_rows(rows, hidden, vocabulary, pitch, num_sms)):
         return found
     budget = SHARE * (rows * vocabulary / 5 if memory == "low" else BYTES_MAX)
+    if rows % 8:  # Rows are padded, and their gradient is no longer where the result goes.
+        budget = max(0, budget - 2 * hidden * rows)
     found = []
     for num in range(1, ROUNDED_MAX + 1):
         size = _up(-(-rows // num), 8)
-        # Beside a block: the hidden values of its rows, with zeros where they are ignored, and float32 sums of their
-        # gradient.
-        most = int((budget / size - 6 * hidden) / 2)
+        most = int((budget / size - 4 * hidden) / 2)  # Beside a block: float32 sums of the gradient of hidden.
         if found and num > 2 * found[0].num(rows):  # Smaller products are no faster.
             break
         if most >= min(4 * UNIT, pitch):
@@ -59,14 +66,13 @@ def blocks_of(rows: int, hidden: int, vocabulary: int, pitch: int, memory: str |
     if not found:  # Hidden values alone take the budget.
         found = [Blocks(max(size, min(UNIT, _up(rows, 8))), min(8 * UNIT, _up(pitch, UNIT)))]
 
-    def seconds_of_both(blocks: Blocks):
+    def seconds_of_both(blocks: Blocks):  # The loss takes as long with any blocks.
         size, cols, times = blocks.rows, blocks.cols, blocks.num(rows)
-        all_logits = products.seconds((size, pitch, hidden), (False, False), num_sms)
         logits = products.seconds((size, cols, hidden), (False, False), num_sms)
         d_weight = products.seconds((cols, hidden, size), (True, True), num_sms)
         d_hidden = products.seconds((size, hidden, cols), (False, True), num_sms, out_bytes=4)
         added = 2 * vocabulary * hidden * (times > 1) * SECONDS_PER_BYTE  # d_weight is read before it is written.
-        return times * (all_logits + -(-pitch // cols) * (logits + d_weight + d_hidden) + added)
+        return times * (-(-pitch // cols) * (logits + d_weight + d_hidden) + added)
 
     return min(found, key=seconds_of_both)
 

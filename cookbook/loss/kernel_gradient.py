@@ -25,12 +25,12 @@ def store_gradient(plan: Plan, out, place, stored, values, *, vocabulary: int, s
                    off: float):  # fmt: skip
     """A compute warpgroup: the gradient of its share of a tile, in the place of gemm's `store`.
 
-    `vectors` hold, for each row, "label" as in `kernel.py`, "lse", "a" and "b"; and "first", the column of the
+    `vectors` hold, for each row, "label" as in `kernel.py`, "lse", "a" and "b"; and "column", the one of the
     vocabulary that is o's first one. From column `vocabulary` on there are zeros.
     """
     vectors, o_gmem, o_smem = out
     (row, col), (height, width), role = place, plan.store_piece, jax.lax.axis_index("role")
-    first = vectors["first"][0] + col
+    first = vectors["column"][0] + col
     load = lambda name, i: _device.load(vectors[name].at[pl.ds(row + i, height)], _device.ROWS)
     of_rows = {i: {name: load(name, i) for name in ("label", "lse", "a", "b")} for i, _ in plan.store_pieces}
     spread = lambda x: _device.spread(x, 0, (height, width))
@@ -43,7 +43,8 @@ def store_gradient(plan: Plan, out, place, stored, values, *, vocabulary: int, s
         if soft_cap is not None:
             ratio = z * (1 / soft_cap)
             g = g * (1.0 - ratio * ratio)
-        g = jnp.where(column < vocabulary, g, 0.0)
+        at_edge = first + j + width > vocabulary
+        g = jax.lax.cond(at_edge, lambda g, column: jnp.where(column < vocabulary, g, 0.0), lambda g, _: g, g, column)
         piece_smem, piece_tma = slot_of_piece(plan, o_smem, role, stored + number)
         piece_smem[...] = g.astype(plan.out_dtype)
         plgpu.commit_smem()

@@ -22,16 +22,17 @@ and a "sum", without `return_lse`. Otherwise the backward pass computes the logi
 where it lies: to float32 sums of all blocks of rows; or, where this is faster, to the result itself, in 16 bits. There
 are at most four blocks then, larger ones, because no sums take their room.
 
-With memory="low", or where such sums leave no room, logits are never stored, and computed twice: four products. Blocks
-are of rows and of columns:
+With memory="low", or where such sums leave no room, logits are never stored, and computed twice: four products.
 
-    per block of rows     statistics, losses (as the loss alone)       product 1
+    all rows              statistics, losses (as the loss alone)       product 1
+    per block of rows
     and of columns        g = gradient of hidden @ weight^T            product 2, `kernel_gradient.py`
                           d_weight += g^T @ hidden                     product 3, where its rows lie in the result
                           d_hidden += g @ weight                       product 4, float32 sums of the block's rows
 
-Each block of rows adds to d_weight in 16 bits. There are few of them, two to four in the benchmark's problems, and at
-most 16.
+The hidden values, with zeros in ignored rows, lie in the memory of d_hidden, which takes their place block by block.
+Where a single block has all rows, each row of d_weight is written once. Otherwise each block of rows adds to d_weight
+in 16 bits. There are few of them, one or four in the benchmark's problems, and at most 16.
 
 A row that is ignored has no part in anything, even if it holds NaN: for the products it is a row of zeros.
 
@@ -54,6 +55,9 @@ from .blocks import Blocks, blocks_of
 from .cross_entropy import cross_entropy_reference
 from .losses import Options, Rows
 
+# An ignored row's: the gradient is zero, whatever the logits are.
+NOTHING = dict(label=kernel.IGNORED, lse=jnp.inf, a=0.0, b=0.0)
+UNROLLED = 8  # Blocks of columns at most whose loop is unrolled: their numbers are constants then, and no kernels.
 F16_GAIN = 2.0**10  # float16 has few exponents: a probability of one in a million is to keep its digits.
 
 
@@ -131,7 +135,7 @@ def _without_ignored(hidden, rows: Rows):
 def _forward(problem: Problem, hidden, weight, labels):
     """(losses, lse) of all rows."""
     rows = Rows.of_device(labels, problem.options, problem.vocabulary)
-    return _loss_alone(problem, _without_ignored(hidden, rows), problem.padded(weight), rows)
+    return _loss_alone(problem, hidden, problem.padded(weight), rows)
 
 
 def _loss_alone(problem: Problem, hidden, weight, rows: Rows):
@@ -157,6 +161,7 @@ def _by_rows(problem: Problem, hidden, weight, labels, d_loss, d_lse, scale):
     """((losses, lse, d_hidden), d_weight): three products."""
     target, transposed, vocabulary = problem.target, problem.transposed, problem.vocabulary
     dtype = jnp.float32 if problem.blocks.num(len(labels)) > 1 and not problem.blocks.rounded else hidden.dtype
+    room = problem.blocks.room(len(labels), problem.pitch)
 
     def block(sums, hidden, labels, d_loss, d_lse):
         rows = Rows.of_device(labels, problem.options, vocabulary)
@@ -168,7 +173,7 @@ def _by_rows(problem: Problem, hidden, weight, labels, d_loss, d_lse, scale):
         else:
             sums = products.add_d_weight(target, sums, g, hidden, transposed, scale)
         g, sums = _host.apart((g, sums))  # Then the hidden rows without those ignored can lie where d_hidden will.
-        return sums, (loss, lse, products.d_hidden(target, g, weight, transposed, scale))
+        return sums, (loss, lse, products.d_hidden(target, g, weight, transposed, scale, room))
 
     d_weight, found = _over_rows(problem, block, hidden, labels, d_loss, d_lse)
     return found, d_weight
@@ -176,53 +181,45 @@ def _by_rows(problem: Problem, hidden, weight, labels, d_loss, d_lse, scale):
 
 def _by_rows_and_columns(problem: Problem, hidden, weight, labels, d_loss, d_lse, scale):
     """((losses, lse, d_hidden), d_weight): four products, of logits that are never stored."""
-    target, transposed, o = problem.target, problem.transposed, problem.options
-    cols, num, size = problem.blocks.cols, problem.blocks.num(len(labels)), problem.blocks.rows
-    vocabulary, axis, length = problem.vocabulary, int(transposed), max(len(labels), problem.blocks.rows)
-    gain = F16_GAIN if hidden.dtype == jnp.float16 else 1.0
+    target, transposed, o, vocabulary = problem.target, problem.transposed, problem.options, problem.vocabulary
+    num, size, cols = problem.blocks.num(len(labels)), problem.blocks.rows, problem.blocks.cols
+    given, length = len(labels), max(-(-len(labels) // products.ROWS) * products.ROWS, size)
+    hidden, labels, d_loss, d_lse = (_padded(problem, x, length - given) for x in (hidden, labels, d_loss, d_lse))
+    rows = Rows.of_device(labels, o, vocabulary)
+    loss, lse = _loss_alone(problem, hidden, weight, rows)
+    (a, b), gain = rows.coefficients(lse, d_loss, d_lse), F16_GAIN if hidden.dtype == jnp.float16 else 1.0
+    vectors = dict(label=rows.columns, lse=lse, a=gain * a, b=gain * b)
     how = dict(vocabulary=vocabulary, soft_cap=o.soft_cap, on=1 - o.label_smoothing,
                off=o.label_smoothing / (vocabulary * o.num_parts))  # fmt: skip
-    arrays = [_padded(problem, x, length - len(labels)) for x in (hidden, labels, d_loss, d_lse)]
 
-    def block(hidden, labels, d_loss, d_lse, d_weight, adds):
-        rows = Rows.of_device(labels, o, vocabulary)
-        hidden = _without_ignored(hidden, rows)
-        loss, lse = _loss_alone(problem, hidden, weight, rows)
-        a, b = rows.coefficients(lse, d_loss, d_lse)
-        vectors = dict(label=rows.columns, lse=lse, a=gain * a, b=gain * b)
-
-        def part(i, carry):
-            d_weight, sums = carry
-            first = i * cols
-            g = products.gradient_of_part(target, hidden, weight, first, cols, transposed, vectors, **how)
-            d_weight = products.add_d_weight_of_part(target, d_weight, g, hidden, first, transposed, scale, adds)
-            return d_weight, products.add_d_hidden_of_part(target, sums, g, weight, first, transposed, scale)
-
-        sums = lax.empty(hidden.shape, jnp.float32)
-        d_weight, sums = lax.fori_loop(0, -(-weight.shape[axis] // cols), part, (d_weight, sums))
-        return (loss, lse, sums.astype(hidden.dtype)), d_weight
-
-    if num == 1:
-        found, d_weight = block(*arrays, lax.empty(weight.shape, weight.dtype), False)
-        return [x[: len(labels)] for x in found], d_weight
-
-    def step(carry, i):
+    def block(carry, i):
         # The last block ends with the rows. Those that it shares with the one before are ignored.
-        all_d_hidden, d_weight = carry
+        hidden, d_weight = carry  # d_hidden takes the place of the hidden rows.
         start = jnp.minimum(i * size, length - size)
-        hidden, labels, d_loss, d_lse = (lax.dynamic_slice_in_dim(x, start, size) for x in arrays)
+        cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
         is_new = start + jnp.arange(size) >= i * size
-        labels = jnp.where(is_new, labels, o.ignore_index)
-        (*found, d_hidden), d_weight = block(hidden, labels, d_loss, d_lse, d_weight, i > 0)
-        old = lax.dynamic_slice_in_dim(all_d_hidden, start, size)
-        d_hidden = jnp.where(is_new[:, None], d_hidden, old)
-        return (lax.dynamic_update_slice_in_dim(all_d_hidden, d_hidden, start, 0), d_weight), found
+        counts = is_new & (cut(vectors["label"]) != kernel.IGNORED)
+        mine = {name: jnp.where(counts, cut(x), NOTHING[name]) for name, x in vectors.items()}
 
-    empty = lax.empty(hidden.shape, hidden.dtype), lax.empty(weight.shape, weight.dtype)
-    (d_hidden, d_weight), found = lax.scan(step, empty, jnp.arange(num))
-    last = length - (num - 1) * size
-    loss, lse = (jnp.concatenate([x[:-1].reshape(-1), x[-1, size - last :]]) for x in found)
-    return (loss, lse, d_hidden), d_weight
+        def part(j, carry):
+            d_weight, sums = carry
+            first = j * cols
+            g = products.gradient_of_part(target, hidden, start, weight, first, (size, cols), transposed, mine, **how)
+            d_weight = products.add_d_weight_of_part(
+                target, d_weight, g, hidden, start, first, transposed, scale, i > 0
+            )
+            sums = products.add_d_hidden_of_part(target, sums, g, weight, first, transposed, scale)
+            return _host.apart((d_weight, sums))
+
+        sums = lax.empty((size, hidden.shape[1]), jnp.float32)
+        parts = -(-weight.shape[int(transposed)] // cols)
+        d_weight, sums = lax.fori_loop(0, parts, part, (d_weight, sums), unroll=min(parts, UNROLLED))
+        d_hidden = jnp.where(is_new[:, None], sums.astype(hidden.dtype), cut(hidden))
+        return (lax.dynamic_update_slice_in_dim(hidden, d_hidden, start, 0), d_weight), None
+
+    empty = lax.empty(weight.shape, weight.dtype)
+    (d_hidden, d_weight), _ = lax.scan(block, (_without_ignored(hidden, rows), empty), jnp.arange(num))
+    return [x[:given] for x in (loss, lse, d_hidden)], d_weight
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

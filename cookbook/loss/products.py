@@ -8,8 +8,9 @@
 The logits have `pitch` columns, at least V, so that TMA can read rows of any vocabulary; what is beyond V holds nothing
 that counts before the gradient writes zeros there. With `transposed` the weight, and its gradient, is (H, V).
 
-`gradient_of_part`, `add_d_weight_of_part` and `add_d_hidden_of_part` do the same for a part of the vocabulary's
-columns, and find it where it lies in the weight and in the weight's gradient. XLA would copy a slice.
+`gradient_of_part`, `add_d_weight_of_part` and `add_d_hidden_of_part` do the same for a part of the rows and of the
+vocabulary's columns, and find it where it lies in hidden, in the weight and in the weight's gradient. XLA would copy a
+slice.
 """
 
 import functools
@@ -28,7 +29,8 @@ from ..gemm.plan import Plan, identity, plan_of
 from .kernel_gradient import store_gradient
 
 PITCH_MIN = 128  # The kernels along rows have a column for each thread.
-COLUMNS = 128  # Parts of the vocabulary begin at multiples of this: TMA copies whole tiles of the swizzle.
+COLUMNS, ROWS = 128, 8  # Parts begin at multiples of these: TMA copies whole tiles of the swizzle.
+BEGIN = dict(column=COLUMNS, row=ROWS)  # The vectors that say where parts begin.
 
 
 def pitch_of(vocabulary: int, transposed: bool) -> int:
@@ -38,11 +40,13 @@ def pitch_of(vocabulary: int, transposed: bool) -> int:
 
 
 @functools.lru_cache(4096)
-def _config(problem: cost.Problem, whole_tiles: bool = False) -> cost.Config:
-    """The configuration of the least predicted time, of those that keep no float32 sums of parts of K in memory; with
-    `whole_tiles` of those whose blocks have all sums of a tile, all of one size, as they lie in the result."""
+def _config(problem: cost.Problem, whole_tiles: bool = False, room: int = 0) -> cost.Config:
+    """The configuration of the least predicted time, of those whose float32 sums of parts of K take `room` bytes at
+    most; with `whole_tiles` of those whose blocks have all sums of a tile, all of one size, as they lie in the
+    result."""
     is_whole = lambda config: config.split_k == config.tail_split == 1 and not config.swapped
-    fits = is_whole if whole_tiles else lambda config: not config.second_kernel
+    parts = lambda config: config.split_k * config.second_kernel
+    fits = is_whole if whole_tiles else lambda config: 4 * parts(config) * problem.m * problem.n <= room
     return min(filter(fits, cost.candidates(problem)), key=lambda config: cost.predict(config, problem))
 
 
@@ -52,18 +56,18 @@ def seconds(sizes: tuple[int, int, int], transposed: tuple[bool, bool], num_sms:
     return cost.predict(_config(problem, whole_tiles=True), problem) / 1e6
 
 
-def plan(target: _host.Target, a, b, sizes, transposed, out_dtype, whole_tiles: bool = False) -> Plan:
+def plan(target: _host.Target, a, b, sizes, transposed, out_dtype, whole_tiles: bool = False, room: int = 0) -> Plan:
     """The plan of a product of these operands, (M, K) and (N, K) of `sizes`, `transposed` if they lie as (K, ...)."""
     problem = cost.Problem(*sizes, transposed, (2, 2, out_dtype.itemsize), target.num_sms)
-    config = _config(problem, whole_tiles)
+    config = _config(problem, whole_tiles, room)
     dtypes, num_sms, interpreted = (a.dtype, b.dtype), target.num_sms, target.interpreted
     return plan_of(*sizes, dtypes, transposed, identity, out_dtype, config, num_sms, interpreted)
 
 
-def _product(target: _host.Target, a, b, sizes, transposed, out_dtype, scale=None, varies=True):
+def _product(target: _host.Target, a, b, sizes, transposed, out_dtype, scale=None, varies=True, room=0):
     vectors = {} if scale is None else dict(scale=scale.reshape(1))
     # float32 from registers, as a transposed tile is stored, would need an array of whole tiles, and then a copy.
-    of_product = plan(target, a, b, sizes, transposed, out_dtype, whole_tiles=out_dtype.itemsize == 4)
+    of_product = plan(target, a, b, sizes, transposed, out_dtype, whole_tiles=out_dtype.itemsize == 4, room=room)
     return fused_product(kernel, a, b, vectors, plan=of_product, params=params(), varies=varies)
 
 
@@ -90,32 +94,33 @@ def _add(plan: Plan, out, place, stored, values):
         pl.when(~adds | plan.interpreted)(send)
 
 
-def _of_part(a_gmem, b_gmem, vectors, o_gmem, *, plan: Plan, part_of_b: int | None, part_of_o: int | None, size: int,
-             store_tile=None, **scratch):  # fmt: skip
-    """The kernel of gemm with `size` rows or columns of b and of o, from "first" on. Which axis, if any: `part_of_...`.
+def _of_part(a_gmem, b_gmem, vectors, o_gmem, *, plan: Plan, parts, store_tile=None, **scratch):
+    """The kernel of gemm with parts of a, b and o: `parts` has an axis, a size, and which of `vectors` says where the
+    part begins; or None, for all.
 
     A part may end beyond its array: TMA reads zeros there, and writes nothing.
     """
 
-    def part(ref, axis):
-        if axis is None:
+    def part_of(ref, part):
+        if part is None:
             return ref
-        columns = pl.ds(pl.multiple_of(vectors["first"][0], COLUMNS), size)
-        return ref.at[:, columns] if axis else ref.at[columns]
+        axis, size, begin = part
+        cut = pl.ds(pl.multiple_of(vectors[begin][0], BEGIN[begin]), size)
+        return ref.at[:, cut] if axis else ref.at[cut]
 
-    fused = {name: vector for name, vector in vectors.items() if name != "first"} if store_tile is None else vectors
-    kernel(a_gmem, part(b_gmem, part_of_b), fused, part(o_gmem, part_of_o), plan=plan, store_tile=store_tile, **scratch)
+    a_gmem, b_gmem, o_gmem = map(part_of, (a_gmem, b_gmem, o_gmem), parts)
+    fused = {name: vector for name, vector in vectors.items() if name not in BEGIN} if store_tile is None else vectors
+    kernel(a_gmem, b_gmem, fused, o_gmem, plan=plan, store_tile=store_tile, **scratch)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "part_of_b", "part_of_o", "size", "adds"))
-def _launch_into(o, a, b, vectors, plan: Plan, part_of_b=None, part_of_o=None, size: int = 0, adds: bool = True):
-    """Array `o`, in its place, with a product of (a part of) `b` added to (a part of) it, or stored there."""
-    how = dict(part_of_b=part_of_b, part_of_o=part_of_o, size=size, store_tile=_add if adds else None)
-    body = functools.partial(_of_part, plan=plan, **how)
+@functools.partial(jax.jit, static_argnames=("plan", "parts", "adds"))
+def _launch_into(o, a, b, vectors, plan: Plan, parts=(None, None, None), adds: bool = True):
+    """Array `o`, in its place, with a product of (parts of) `a` and `b` added to (a part of) it, or stored there."""
+    body = functools.partial(_of_part, plan=plan, parts=parts, store_tile=_add if adds else None)
     run = launch(body, plan, (), dict(cluster=plan.tiles.clusters), plan.scratch, params(), varies=False)
-    shape = o.shape
+    shape, (dim, size, _) = o.shape, parts[2] or (None, 0, None)
     if plan.interpreted:  # It reads whole tiles.
-        o = _host.pad_to_tiles(jnp.pad(o, [(0, size * (part_of_o == dim)) for dim in (0, 1)]), plan.tiles.cluster_tile)
+        o = _host.pad_to_tiles(jnp.pad(o, [(0, size * (dim == i)) for i in (0, 1)]), plan.tiles.cluster_tile)
 
     @pl.run_state
     def change(ref):
@@ -131,10 +136,10 @@ def logits(target: _host.Target, hidden, weight, pitch: int, transposed: bool):
     return _product(target, hidden, weight, sizes, (False, transposed), hidden.dtype, varies=False)
 
 
-def d_hidden(target: _host.Target, g, weight, transposed: bool, scale):
-    """(rows, H), times `scale`."""
+def d_hidden(target: _host.Target, g, weight, transposed: bool, scale, room: int):
+    """(rows, H), times `scale`. Few rows have few tiles: parts of K, in `room` bytes, fill the GPU."""
     h, v = weight.shape if transposed else weight.shape[::-1]
-    return _product(target, g, weight, (g.shape[0], h, v), (False, not transposed), g.dtype, scale)
+    return _product(target, g, weight, (g.shape[0], h, v), (False, not transposed), g.dtype, scale, room=room)
 
 
 def d_weight(target: _host.Target, g, hidden, vocabulary: int, transposed: bool, scale, out_dtype):
@@ -165,8 +170,8 @@ def _flag(value):
     return jnp.full(1, value, jnp.int32)
 
 
-def _part_of(first, **vectors):
-    return dict(first=jnp.reshape(first, 1), **vectors)
+def _begin(**begin):
+    return {name: jnp.reshape(x, 1) for name, x in begin.items()}
 
 
 def _nominal(size: int, of: int, unit: int) -> int:
@@ -175,46 +180,47 @@ def _nominal(size: int, of: int, unit: int) -> int:
     return size - unit + of % unit if of % unit else size
 
 
-def gradient_of_part(target: _host.Target, hidden, weight, first, cols: int, transposed: bool, vectors: dict, **how):
-    """The gradient of the logits of `cols` columns of the vocabulary from `first` on, (rows, cols). `vectors` and `how`
-    are what `kernel_gradient.store_gradient` takes."""
+def gradient_of_part(target: _host.Target, hidden, row, weight, column, sizes, transposed: bool, vectors: dict, **how):
+    """The gradient of the logits of a part of the rows and columns, of these `sizes`, from `row` and `column` on.
+    `vectors` and `how` are what `kernel_gradient.store_gradient` takes."""
+    rows, cols = sizes
     n = _nominal(cols, weight.shape[1], 64) if transposed else cols
-    sizes = len(hidden), n, hidden.shape[1]
-    of_part = plan(target, hidden, weight, sizes, (False, transposed), hidden.dtype, whole_tiles=True)
-    return _launch_gradient(
-        hidden, weight, _part_of(first, **vectors), of_part, int(transposed), cols, tuple(sorted(how.items()))
-    )
+    product = rows, n, hidden.shape[1]
+    of_part = plan(target, hidden, weight, product, (False, transposed), hidden.dtype, whole_tiles=True)
+    vectors = {name: _host.pad_to_tiles(x, of_part.tiles.cluster_tile[:1]) for name, x in vectors.items()}
+    vectors |= _begin(row=row, column=column)
+    return _launch_gradient(hidden, weight, vectors, of_part, sizes, transposed, tuple(sorted(how.items())))
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "part_of_b", "cols", "how"))
-def _launch_gradient(hidden, weight, vectors, plan: Plan, part_of_b: int, cols: int, how):
+@functools.partial(jax.jit, static_argnames=("plan", "sizes", "transposed", "how"))
+def _launch_gradient(hidden, weight, vectors, plan: Plan, sizes, transposed: bool, how):
+    parts = (0, sizes[0], "row"), (int(transposed), sizes[1], "column"), None
     store_tile = functools.partial(store_gradient, **dict(how))
-    body = functools.partial(_of_part, plan=plan, part_of_b=part_of_b, part_of_o=None, size=cols, store_tile=store_tile)
-    g = jax.ShapeDtypeStruct((len(hidden), cols), plan.out_dtype)
+    body = functools.partial(_of_part, plan=plan, parts=parts, store_tile=store_tile)
+    g = jax.ShapeDtypeStruct(sizes, plan.out_dtype)
     # The same tanh.approx as in the loss alone, whose lse belongs to these logits.
     run = launch(body, plan, [g], dict(cluster=plan.tiles.clusters), plan.scratch, params())
-    vectors = {
-        name: x if name == "first" else _host.pad_to_tiles(x, plan.tiles.cluster_tile[:1])
-        for name, x in vectors.items()
-    }
     return run(plan.a.pad(hidden), plan.b.pad(weight), vectors)[0]
 
 
-def add_d_weight_of_part(target: _host.Target, d_weight, g, hidden, first, transposed: bool, scale, adds):
-    """`d_weight`, in its place, with the products of `g` stored from `first` on, or added, each sum being rounded, if
-    `adds`, which may be traced."""
-    a, b, sizes = _of_d_weight(g, hidden, transposed)
+def add_d_weight_of_part(target: _host.Target, d_weight, g, hidden, row, column, transposed: bool, scale, adds):
+    """`d_weight`, in its place, with the product of `g` and the hidden rows from `row` on stored from `column` on; or
+    added, each sum being rounded, if `adds`, which may be traced."""
+    (rows, cols), axis, h = g.shape, int(transposed), hidden.shape[1]
+    a, b, sizes = (hidden, g, (h, cols, rows)) if transposed else (g, hidden, (cols, h, rows))
     of_part = plan(target, a, b, sizes, (True, True), d_weight.dtype, whole_tiles=True)
-    vectors = _part_of(first, scale=scale.reshape(1)) | (dict(adds=_flag(adds)) if adds is not False else {})
-    how = dict(part_of_o=int(transposed), size=g.shape[1], adds=adds is not False)
-    return _launch_into(d_weight, a, b, vectors, of_part, **how)
+    of_hidden = [None, (0, rows, "row")]
+    parts = *of_hidden[:: -1 if transposed else 1], (axis, cols, "column")
+    vectors = dict(scale=scale.reshape(1), adds=_flag(adds)) | _begin(row=row, column=column)
+    return _launch_into(d_weight, a, b, vectors, of_part, parts)
 
 
-def add_d_hidden_of_part(target: _host.Target, sums, g, weight, first, transposed: bool, scale):
+def add_d_hidden_of_part(target: _host.Target, sums, g, weight, column, transposed: bool, scale):
     """float32 `sums` of `d_hidden`, in their place, with those of these columns of the vocabulary. The first ones are
     stored."""
     k = g.shape[1] if transposed else _nominal(g.shape[1], len(weight), 8)
     sizes, float32 = (*sums.shape, k), jnp.dtype(jnp.float32)
     of_part = plan(target, g, weight, sizes, (False, not transposed), float32, whole_tiles=True)
-    vectors = _part_of(first, scale=scale.reshape(1), adds=_flag(first > 0))
-    return _launch_into(sums, g, weight, vectors, of_part, part_of_b=int(transposed), size=g.shape[1])
+    parts = None, (int(transposed), g.shape[1], "column"), None
+    vectors = dict(scale=scale.reshape(1), adds=_flag(column > 0)) | _begin(column=column)
+    return _launch_into(sums, g, weight, vectors, of_part, parts)

@@ -203,13 +203,18 @@ def bits(words, column, vec: int, interpreted: bool):
 
 
 def gather(ref, slots, vec: int, interpreted: bool):
-    """`ref[slots]`."""
+    """`ref[slots]`; of a 2-D `ref` with two arrays of `slots`."""
+    slots = slots if isinstance(slots, tuple) else (slots,)
     if interpreted:
         return ref[...][slots]
     layout = strided(vec)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=_array(slots.shape, ref.dtype, layout))
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), [layout] * len(slots)),
+        return_type=_array(slots[0].shape, ref.dtype, layout),
+    )
     def load(_, ref, slots):
-        return _like(slots, [memref.load(ref, [_index(slot)]) for slot in _values(slots)])
+        places = zip(*map(_values, slots), strict=True)
+        return _like(slots[0], [memref.load(ref, [_index(slot) for slot in place]) for place in places])
 
-    return load(ref, slots)
+    return load(ref, list(slots))

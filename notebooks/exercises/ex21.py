@@ -26,6 +26,7 @@ def check_files_to_copy(answer):
     def files(*ops):
         families = {operator.attrgetter(op)(cookbook).__module__.split(".")[1] for op in ops}
         families |= {"gemm"} if families & {"nvlink", "blackwell"} else set()
+        families |= {"select"} if "gemm" in families else set()
         return sorted(SHARED | {f"{name}.py" if name == "elementwise" else name for name in families})
 
     of_ops = functools.wraps(answer)(lambda *ops: answer(ops))

@@ -44,13 +44,14 @@ exercise-4
   halves * jnp.float16(2.0**14) => halves * jnp.float16(2.0**7) * jnp.float16(2.0**7)  # one multiplication is enough
   halves * jnp.float16(2.0**14) => bits.astype(jnp.float16)  # by astype
   halves * jnp.float16(2.0**14) => jnp.where(bits < 8, halves, halves) * jnp.float16(2.0**14)  # by where
-  bits = (bits & 7) << 9 | (bits & 8) << 12 => sign = (bits & 8) << 12; bits = (jnp.uint32(0xC8643210)
-    >> (bits.astype(jnp.uint32) & 7) * 4 & 15).astype(jnp.uint16) | jnp.uint16(0x6000)
-    && halves * jnp.float16(2.0**14) => lax.bitcast_convert_type(lax.bitcast_convert_type(halves - jnp.float16(512),
-    jnp.uint16) | sign, jnp.float16)  # added or subtracted
+  halves * jnp.float16(2.0**14) => halves + halves  # added or subtracted
   bits = (bits & 7) << 9 | (bits & 8) << 12 => bits = sum((bits & 7 == i).astype(jnp.uint16) * jnp.uint16(half)
     for i, half in enumerate((0, 0x3800, 0x3C00, 0x3E00, 0x4000, 0x4200, 0x4400, 0x4600))) | (bits & 8) << 12
     && halves * jnp.float16(2.0**14) => halves  # by comparing
+  bits = (bits & 7) << 9 | (bits & 8) << 12 => m = (bits & 7).astype(jnp.uint32);
+    word = jnp.uint32(0x1F1E1C00) + (jnp.uint32(0x23222120) - jnp.uint32(0x1F1E1C00)) * (m >> 2);
+    bits = ((word >> 8 * (m & 3)) & 63).astype(jnp.uint16) << 9 | (bits & 8) << 12
+    && halves * jnp.float16(2.0**14) => halves * jnp.float16(1.0)  # from a table
   (len(codes),) => (1,)  # never written
   lambda codes: codes.astype(jnp.float16)  # must be a kernel
 """

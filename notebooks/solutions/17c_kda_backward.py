@@ -26,6 +26,7 @@ exercise-3
   -jnp.tril(dr @ e.T, -1) => -jnp.tril(dr @ e.T)  # the diagonal
   -jnp.tril(dr @ e.T, -1) => -jnp.tril(e @ dr.T, -1)  # transposed
   -jnp.tril(dr @ e.T, -1) => -jnp.tril(x.T @ (de @ r.T) @ x.T, -1)  # one is enough
+  -jnp.tril(dr @ e.T, -1) => -jnp.tril((x.T[:, :, None] * de).sum(1) @ e.T, -1)  # one is enough
   -jnp.tril(dr @ e.T, -1) => -jnp.tril(de @ r.T, -1)  # this is the gradient of x
   -jnp.tril(dr @ e.T, -1) => -jnp.tril(jnp.einsum("tp,jp->tj", dr, e), -1)  # Right.
 exercise-4

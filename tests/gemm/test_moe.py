@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 import lab
+from cookbook.gemm.experts import kernel_route
+from cookbook.gemm.grouped import tables
 from tests.arrays import array
+from tests.lowering import lowered
 
 module = importlib.import_module("cookbook.gemm.experts.moe")
+routing = importlib.import_module("cookbook.gemm.experts.route")
 moe, reference = module.moe, module.moe_reference
 
 
@@ -29,7 +33,7 @@ def operands(tokens=70, experts=6, hidden=72, inner=64):
 # Routing --------------------------------------------------------------------------------------------------------------
 
 LOGITS = {
-    "random": np.random.default_rng(0).normal(size=(200, 16)),
+    "random": np.random.default_rng(0).normal(size=(140, 16)),
     "one block": np.random.default_rng(0).normal(size=(64, 5)),
     "all the same": np.zeros((150, 8)),
     "the same experts": np.zeros((130, 1)) + np.arange(9),
@@ -37,27 +41,65 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 5])
-@pytest.mark.parametrize("name", LOGITS)
-@pytest.mark.parametrize("few", [0, 10**4], ids=("many", "few"))
+TILES = 8, 24  # The products' tiles have so many rows.
+
+
+@pytest.mark.parametrize("name, top_k", list(zip(LOGITS, (5, 3, 1, 3, 5), strict=True)))
+@pytest.mark.parametrize("few", [True, 0, 10**4], ids=("kernel", "blocks", "comparisons"))
 def test_every_choice_has_a_row_of_its_expert(monkeypatch, few, name, top_k):
-    monkeypatch.setattr(module, "FEW", few)  # Rows are counted in blocks of tokens, or all compared.
+    if few is not True:  # `top_k`, and counts in blocks of tokens, or all rows compared.
+        monkeypatch.setattr(kernel_route, "fits", lambda *_: False)
+        monkeypatch.setattr(routing, "FEW", few)
     logits = array(LOGITS[name], jnp.float32)
-    # A function of its own: jit would take what it traced of `route` with another FEW.
-    weights, rows, sources, sizes = map(np.asarray, jax.jit(lambda logits: module.route(logits, top_k))(logits))
+    with lab.interpret() as seen:
+        found = jax.tree.map(np.asarray, routing.route(logits, top_k, tiles=TILES if few is True else ()))
+    assert not seen.races_found
+    weights, rows, sources, groups, of_rows = found
     experts = np.asarray(jax.lax.top_k(logits, top_k)[1])
-    np.testing.assert_array_equal(sizes, np.bincount(experts.ravel(), minlength=logits.shape[1]))
+    np.testing.assert_array_equal(tables.sizes_of(groups), np.bincount(experts.ravel(), minlength=logits.shape[1]))
     # Rows in the order of the experts, and of the tokens within each.
     order = np.argsort(experts.ravel(), kind="stable")
     np.testing.assert_array_equal(sources, order)
+    np.testing.assert_array_equal(of_rows, experts.ravel()[order])
     np.testing.assert_array_equal(rows.ravel()[order], np.arange(order.size))
     if np.isfinite(LOGITS[name]).all():
         np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-5)
+    for tile in TILES if few is True else ():
+        table = groups.tables[tile]
+        wanted = tables.row_table(*tables.bounds(jnp.asarray(groups.sizes), order.size), order.size, tile)
+        np.testing.assert_array_equal(table.after, wanted.after)
+        for entries, column in zip(table[1:], wanted[1:], strict=True):  # Nobody reads what follows.
+            np.testing.assert_array_equal(entries[: table.after[-1]], column[: table.after[-1]])
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_weights_of_what_is_not_finite(renormalize):
+    logits = np.where(np.eye(24, 6, dtype=bool), np.inf, np.random.default_rng(3).normal(size=(24, 6)))
+    logits[10:] = np.where(np.arange(6) % 5 == 0, -np.inf, logits[10:])
+    logits[20, 3], logits[21] = np.nan, -np.inf
+    fns = (lambda x, fn=fn: fn(x, 4, renormalize).weights for fn in (routing.route, routing.route_reference))
+    with lab.interpret():
+        np.testing.assert_allclose(*(fn(array(logits, jnp.float32)) for fn in fns), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "tokens, experts, top_k",
+    [(64, 32, 4), pytest.param(256, 128, 8, marks=pytest.mark.slow)],
+)
+def test_the_route_compiles_for_an_h200(tokens, experts, top_k):
+    routed = lambda logits: module.route(logits, top_k, tiles=TILES)
+    compiled = lab.compile_for("h200", routed, jax.ShapeDtypeStruct((tokens, experts), jnp.float32))
+    assert compiled.spill_bytes == 0 and "MEMBAR" not in compiled.sass
+
+
+def test_the_route_lowers_for_any_number_of_experts():
+    for experts in (1, 40):
+        lowered(lambda logits: module.route(logits, 1), jax.ShapeDtypeStruct((3 * experts, experts), jnp.float32))
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_gradients_of_weights(renormalize):
-    logits = array(LOGITS["random"], jnp.float32)
+    logits = array(LOGITS["random"][:40], jnp.float32)
 
     def wanted(logits):
         weights = jax.nn.softmax(logits)
@@ -65,9 +107,10 @@ def test_gradients_of_weights(renormalize):
         return chosen / chosen.sum(1, keepdims=True) if renormalize else chosen
 
     found = lambda logits: module.route(logits, 3, renormalize).weights
-    scale = array(np.random.default_rng(2).normal(size=(200, 3)), jnp.float32)
+    scale = array(np.random.default_rng(2).normal(size=(40, 3)), jnp.float32)
     for value in (lambda fn: fn(logits), lambda fn: jax.grad(lambda x: (fn(x) * scale).sum())(logits)):
-        np.testing.assert_allclose(value(found), value(wanted), rtol=1e-5, atol=1e-6)
+        with lab.interpret():
+            np.testing.assert_allclose(value(found), value(wanted), rtol=1e-5, atol=1e-6)
 
 
 # The layer ------------------------------------------------------------------------------------------------------------
@@ -127,7 +170,10 @@ def test_gradients_of_biases(offset):
     start = offset or 0
     number = np.repeat(np.arange(4), sizes) - start
     padded = lambda bias: jnp.pad(bias, ((start, 4 - start - len(bias)), (0, 0)))[number + start]
-    fns = lambda rows, bias: module.biased(rows, bias, sizes, offset), lambda rows, bias: rows + padded(bias)
+    fns = (
+        lambda rows, bias: module.biased(rows, bias, np.repeat(np.arange(4), sizes), offset),
+        lambda rows, bias: rows + padded(bias),
+    )
     for wrt in (0, 1):
         found, wanted = (jax.grad(lambda *args, fn=fn: (fn(*args) * scale).sum(), wrt)(rows, bias) for fn in fns)
         np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)

@@ -98,7 +98,7 @@ def check_int8(n, k, transpose_rhs=True, *, config=None, gpu=None):
     [
         (200, 400, True, int8.Config(128, 32)),
         pytest.param(264, 144, False, int8.Config(128, 16, cluster_m=2, tile_k=64), marks=pytest.mark.slow),
-        (136, 144, True, int8.Config(256, 64, tile_k=64)),
+        (136, 144, True, int8.Config(256, 64, tile_k=64, warpgroups=4)),
     ],
 )
 def test_int8_weights(n, k, transpose_rhs, config):

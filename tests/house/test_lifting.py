@@ -1,6 +1,7 @@
 """A family is its folder and the three shared files: copied into an empty package, with nothing else, it works.
 
-Three families are built on another: the products of nvlink, blackwell and loss are gemm's, so they are copied with it.
+Some families are built on another and are copied with it: the experts of gemm are chosen by select's `top_k`, and the
+products of nvlink, blackwell and loss are gemm's.
 """
 
 import json
@@ -22,7 +23,7 @@ sys.path.append(str(ROOT / "tools"))
 import lift  # noqa: E402
 
 SHARED = ["_device.py", "_host.py", "_numerics.py"]
-BUILT_ON = {"nvlink": ["gemm"], "blackwell": ["gemm"], "loss": ["gemm"]}
+BUILT_ON = {"gemm": ["select"]} | dict.fromkeys(("nvlink", "blackwell", "loss"), ["gemm", "select"])
 
 # Runs without site's .pth files, one of which leads to this checkout. `kernels` is no more than a folder.
 PROGRAM = """

@@ -182,7 +182,7 @@ def gradient(logits, label, lse, a, b, cols, soft_cap, label_smoothing, vocabula
 def logits(target, hidden, weight, pitch, transposed):
     return jnp.pad(hidden @ weight.T, ((0, 0), (0, pitch - len(weight))))
 
-def d_hidden(target, g, weight, transposed, scale):
+def d_hidden(target, g, weight, transposed, scale, room):
     return (scale * (g[:, :len(weight)] @ weight)).astype(g.dtype)
 
 def d_weight(target, g, hidden, vocabulary, transposed, scale, out_dtype):
@@ -191,15 +191,17 @@ def d_weight(target, g, hidden, vocabulary, transposed, scale, out_dtype):
 def statistics_alone(target, hidden, weight, label, cols, pitch, transposed, soft_cap, with_sum):
     return statistics(logits(target, hidden, weight, pitch, transposed), label, cols, soft_cap, with_sum)
 
-def gradient_of_part(target, hidden, weight, first, cols, transposed, vectors, *, vocabulary, soft_cap, on, off):
+def gradient_of_part(target, hidden, row, weight, first, sizes, transposed, vectors, *, vocabulary, soft_cap, on, off):
+    rows, cols = sizes
     part = jax.lax.dynamic_slice_in_dim(jnp.pad(weight, ((0, cols), (0, 0))), first, cols)
     label, lse, a, b = (vectors[name][:, None] for name in ("label", "lse", "a", "b"))
     column = first + jnp.arange(cols)
-    g = a * jnp.exp((hidden @ part.T).astype(F32) - lse) - b * (on * (column == label) + off)
-    return jnp.where(column < vocabulary, g, 0).astype(hidden.dtype)
+    x = jax.lax.dynamic_slice_in_dim(hidden, row, rows)
+    g = a * jnp.exp((x @ part.T).astype(F32) - lse) - b * (on * (column == label) + off)
+    return jnp.where((column < vocabulary) & (label != kernel.IGNORED), g, 0).astype(hidden.dtype)
 
-def add_d_weight_of_part(target, d_weight, g, hidden, first, transposed, scale, adds):
-    new = (scale * (g.T @ hidden)).astype(d_weight.dtype)
+def add_d_weight_of_part(target, d_weight, g, hidden, row, first, transposed, scale, adds):
+    new = (scale * (g.T @ jax.lax.dynamic_slice_in_dim(hidden, row, len(g)))).astype(d_weight.dtype)
     full = jnp.pad(d_weight, ((0, len(new)), (0, 0)))
     old = jax.lax.dynamic_slice_in_dim(full, first, len(new))
     return jax.lax.dynamic_update_slice_in_dim(full, jnp.where(adds, old, 0) + new, first, 0)[: len(d_weight)]
@@ -317,13 +319,18 @@ def test_check_labels():
 # Mutants --------------------------------------------------------------------------------------------------------------
 
 
+def begin_without(lost: str):
+    return lambda **begin: {name: jnp.int32(x).reshape(1) * (name != lost) for name, x in begin.items()}
+
+
 @pytest.mark.parametrize(
     "name, wrong, blocks",
     [
         ("_without_ignored", lambda hidden, rows: hidden, ROWS),
         ("add_d_weight", lambda target, sums, *others: sums, ROWS),
         ("_kept_scale", lambda dtype, rows: jnp.float32(1), ROWS),
-        ("_part_of", lambda first, **vectors: dict(first=jnp.zeros(1, jnp.int32), **vectors), BOTH),
+        ("_begin", begin_without("column"), BOTH),
+        ("_begin", begin_without("row"), BOTH),
         ("add_d_hidden_of_part", lambda target, sums, *others: sums, BOTH),
         ("add_d_weight_of_part", lambda *args: add_d_weight_of_part(*args[:-1], False), BOTH),
         ("none", None, ROWS),
@@ -332,7 +339,7 @@ def test_check_labels():
 )
 def test_a_mutant_is_caught(name, wrong, blocks, run_only, monkeypatch, blocks_are):
     """NaN of rows that are ignored; the first block's sums alone; a mean that is a sum; the first columns instead of
-    others; the last block's sums alone."""
+    others; the first rows; the last block's sums alone."""
     blocks_are(blocks)
     jax.clear_caches()
     hidden, weight, labels = problem(93, 8, 40) if blocks is ROWS else problem(20, 8, 200)

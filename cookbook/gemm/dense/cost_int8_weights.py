@@ -39,8 +39,11 @@ def candidates(m: int, n: int, k: int, num_sms: int):
                     yield Config(128, tile_n, tile_k=tile_k, **parts)
 
 
-def predict(c: Config, m: int, n: int, k: int, num_sms: int, bits: int = 8) -> float:
-    """Microseconds of the product on one H200."""
+def predict(c: Config, m: int, n: int, k: int, num_sms: int, bits: int = 8, conversion=None) -> float:
+    """Microseconds of the product on one H200.
+
+    `conversion` takes the place of (CONVERT_STEP, CONVERT[bits], the share of a step's products that it does not hide).
+    """
     h, adds_parts = cost.H200, c.split_k > 1 and not c.second_kernel
     fit = resident(num_sms, c.cluster_m * c.split_k) if not c.second_kernel else num_sms // c.split_k
     waves = pl.cdiv(pl.cdiv(n, c.tile_m * c.cluster_m) * pl.cdiv(m, c.tile_n), fit)
@@ -50,9 +53,10 @@ def predict(c: Config, m: int, n: int, k: int, num_sms: int, bits: int = 8) -> f
     if stages < 2:
         return math.inf
     # One warpgroup converts while the other multiplies, at best.
-    convert = CONVERT_STEP + CONVERT[bits] * c.tile_m * c.tile_k / 16384
+    step, values_of_step, share = conversion or (CONVERT_STEP, CONVERT[bits], 0.5)
+    convert = step + values_of_step * c.tile_m * c.tile_k / 16384
     tensor = values * c.tile_k / 2048 / h.tensor / 1e3
-    step = max(tensor, convert + tensor / 2, h.latency / min(stages, STAGES_MAX))
+    step = max(tensor, convert + share * tensor, h.latency / min(stages, STAGES_MAX))
     time = waves * (pl.cdiv(k, c.tile_k * c.split_k) * step + h.tile + 0.9 * values / 32768)
     if adds_parts:
         time += h.parts + PARTS * values * (1 - 1 / c.split_k) / 16384

@@ -21,7 +21,7 @@ from ... import _device
 from ..kernel import compute, compute_role, load, memory_role
 from ..kernel import copy_step as copy_operands
 from ..operand import STEP_BYTES, Operand, Ring, swizzled
-from ..plan import COMPUTE, Plan, identity
+from ..plan import REGISTERS, Plan, identity
 from ..tiles import Config as PlainConfig
 from ..tiles import Tiles
 from .four_bits import E2M1, VALUES, Integers, widen
@@ -37,9 +37,19 @@ class Config(PlainConfig):
     swapped: bool = True
     tile_k: int = 128  # Values of K per step, and bytes of each row of weights.
     overlap: bool = False  # Weights are converted while products of the step before run, which helps in a single wave.
+    # Warpgroups that convert and multiply. Each waits for its weights and its products; with more of them others have
+    # instructions meanwhile, but each has fewer registers.
+    warpgroups: int = 2
 
     def check_tile(self):
+        if self.warpgroups not in REGISTERS:
+            raise ValueError(f"{self.warpgroups=} must be one of {sorted(REGISTERS)}")
         super().check_tile()
+        if self.tile_m * self.tile_n > 128 * 256:
+            raise ValueError(
+                f"{self.tile_m=} x {self.tile_n=} with {self.warpgroups=}: at most 128 x 256 values, all of which are "
+                "in registers"
+            )
         if self.split_dim != 0 or not self.swapped or self.tail_split != 1:
             raise ValueError(
                 f"{self.split_dim=} must be 0, {self.swapped=} True and {self.tail_split=} 1: weights go through "
@@ -55,7 +65,7 @@ def plan_of(
     """The plan: the weights are operand `a`, of a stack of matrices where they are `stacked`, and a is operand `b`."""
     c, others = tiles.config, ()
     if interpreted:  # Its WGMMA wants both operands in shared memory, of which it has any amount: 16-bit weights.
-        wide = (COMPUTE, c.tile_k // UNIT, c.compute_tile[0], UNIT)
+        wide = (c.warpgroups, c.tile_k // UNIT, c.compute_tile[0], UNIT)
         others = (("wide_smem", swizzled(wide, a.dtype, None, STEP_BYTES, interpreted)),)
     packed = 1 if four_bits is None else VALUES
     weights = Operand(w_q.dtype, c.tile_m, c.tile_k, False, stacked=stacked, packed=packed)
@@ -143,11 +153,11 @@ def kernel(w_gmem, a_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_sme
     """The kernel of products with weights of 8 or 4 bits. `of_groups` are slots for the numbers of groups along K."""
     ring = plan.ring(a_smem, b_smem, filled, freed, *of_groups.values())
 
-    @memory_role
+    @functools.partial(memory_role, count=plan.config.warpgroups)
     def _():
         load(plan, ring, w_gmem, a_gmem, copy_step)
 
-    @compute_role
+    @functools.partial(compute_role, count=plan.config.warpgroups)
     def _():
         def multiply_tile(plan, before):
             of_tile = functools.partial(multiply, plan, ring, wide_smem, before)

@@ -21,17 +21,18 @@ from ... import _host
 
 BOX = 256  # Values along each axis that TMA copies at once.
 SMEM_BYTES = 16_384  # Rows of a block; small, so that many blocks fit on an SM.
+BLOCKS = 128  # Few rows are shared out to so many blocks, about one per SM.
 
 
 def _kernel(x_gmem, places_gmem, out_gmem, x_smem, filled):
     (tokens, *_), (num, piece, _) = x_gmem.shape, x_smem.shape
     first, columns = lax.axis_index("block") * num, pl.ds(lax.axis_index("part") * piece, piece)
     plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(first, num), columns], x_smem, filled)
-    plgpu.barrier_wait(filled)
 
     @pl.loop(0, jnp.minimum(num, tokens - first))
     def _(i):
         places = [places_gmem[first + i, j] for j in range(places_gmem.shape[1])]  # All are in flight together.
+        pl.when(i == 0)(lambda: plgpu.barrier_wait(filled))  # The first row's places are in flight meanwhile.
         for place in places:
             plgpu.copy_smem_to_gmem(x_smem.at[i], out_gmem.at[place, columns])
 
@@ -45,7 +46,7 @@ def copy_rows(x, places, *, params):
     lane = next(size for size in (256, 128, 64, 32, 16, 8) if cols % size == 0)
     count = cols // lane
     piece = next(size for size in range(min(BOX, count), 0, -1) if count % size == 0)
-    num = max(1, min(BOX, tokens, SMEM_BYTES // (piece * lane * x.dtype.itemsize)))
+    num = max(1, min(BOX, pl.cdiv(tokens, BLOCKS), SMEM_BYTES // (piece * lane * x.dtype.itemsize)))
     out = _host.kernel(
         _kernel,
         out_type=jax.ShapeDtypeStruct((tokens * copies, count, lane), x.dtype),

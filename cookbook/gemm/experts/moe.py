@@ -11,11 +11,8 @@ w_down (E, I, H), o (..., H). x and the weights are all bfloat16 or all float16;
 packed ones of 4 bits (`packed.py`), MXFP4 as gpt-oss has them, or integers.
 
 The products are `ragged_dot`'s; SwiGLU is in the epilogue of the first, unless weights are packed or there are biases
-or a limit: then XLA applies these after the product, which is rounded to 16 bits before. `copy_rows` brings the tokens
-to their experts.
-Around them XLA runs a few small operations. Rows are not sorted: the row of a token in its expert's group is how many
-earlier tokens chose the expert. A product with a triangle counts them within blocks of tokens, and comparisons over
-blocks; of few rows, comparisons alone. XLA's own cumulative sum takes longer.
+or a limit: then XLA applies these after the product, which is rounded to 16 bits before. `route.py` says which rows are
+a token's, and `copy_rows` brings it there.
 
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
 times, and as many rows of the result are read.
@@ -27,7 +24,6 @@ padding; gpt-oss (2025), for MXFP4 experts.
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +31,13 @@ from jax import lax
 
 from ... import _host
 from ..grouped.kernel_gated import swiglu
-from ..grouped.ragged_dot import ragged_dot
+from ..grouped.ragged_dot import default_config, ragged_dot
+from ..grouped.tables import SCANNED_MAX
 from . import packed
 from .copy_rows import copy_rows
+from .route import Routing, route, take
 
-FEW = 1024  # Rows that are all compared with each other.
 ALPHA = 1.702  # gpt-oss's SwiGLU has gate * sigmoid(ALPHA * gate).
-TOKENS = 128  # Tokens of a block: a product with a triangle counts within it, and then blocks are compared.
 
 
 def moe_reference(
@@ -70,86 +66,9 @@ def moe_reference(
     return lax.scan(add_expert, jnp.zeros_like(x), (numbers, w_gate_up, w_down, *biases))[0]
 
 
-class Routing(NamedTuple):
-    """Which rows belong to which token: each has `top_k` of them, all in the order of the experts."""
-
-    weights: jax.Array | None  # (T, top_k) float32.
-    rows: jax.Array  # (T, top_k) int32: where a token's rows are.
-    sources: jax.Array  # (T * top_k,) int32: whose row it is, as token * top_k + choice.
-    group_sizes: jax.Array  # (E,) int32: how many rows each expert has.
-
-
-@_host.own_options()
-def route(router_logits, top_k: int, renormalize: bool = True) -> Routing:
-    """The `top_k` experts of each token, by its (T, E) logits, and where their rows are."""
-    logits = router_logits.astype(jnp.float32)
-    tokens, num_experts = logits.shape
-    chosen, experts = _top_k(logits, top_k)
-    weights = jax.nn.softmax(chosen) if renormalize else jnp.exp(chosen - jax.nn.logsumexp(logits, -1, keepdims=True))
-
-    places = _places_of_few if experts.size <= FEW else _places
-    # Without a barrier XLA finds each row again for each value that is read of it.
-    rows, group_sizes = lax.optimization_barrier(places(experts, num_experts))
-    copies = jnp.arange(tokens * top_k, dtype=jnp.int32)
-    sources = jnp.zeros_like(copies).at[rows.ravel()].set(copies, mode="promise_in_bounds", unique_indices=True)
-    return Routing(weights, rows, sources, group_sizes)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _top_k(logits, top_k: int):
-    """The largest logits of each token, and whose they are. XLA's own gradient adds to the logits one by one."""
-    return tuple(lax.top_k(logits, top_k))
-
-
-def _top_k_fwd(logits, top_k: int):
-    chosen, experts = _top_k(logits, top_k)
-    return (chosen, experts), (experts, jnp.empty((0, logits.shape[1]), logits.dtype))
-
-
-def _top_k_bwd(top_k: int, residuals, gradients):
-    experts, like = residuals
-    is_choice = experts[:, :, None] == jnp.arange(like.shape[1], dtype=jnp.int32)[None, None]
-    return (jnp.where(is_choice, gradients[0][:, :, None], 0).sum(1),)
-
-
-_top_k.defvjp(_top_k_fwd, _top_k_bwd)
-
-
-def _places(experts, num_experts: int):
-    """(T, top_k) rows of each token with its `experts`, and the (E,) experts' numbers of rows.
-
-    A row follows all rows of earlier experts, and its expert's rows of earlier tokens: of blocks, and in its block.
-    """
-    tokens, expert = len(experts), jnp.arange(num_experts, dtype=jnp.int32)
-    blocks = -(-tokens // TOKENS)
-    here = jnp.pad(experts, ((0, blocks * TOKENS - tokens), (0, 0)), constant_values=-1)
-    is_choice = (here[:, :, None] == expert).any(1).reshape(blocks, TOKENS, num_experts).astype(jnp.bfloat16)
-    triangle = jnp.tri(TOKENS, dtype=jnp.bfloat16)  # Sums of zeros and ones are exact.
-    so_far = jnp.einsum("ts,bse->bte", triangle, is_choice, preferred_element_type=jnp.float32).astype(jnp.int32)
-    totals = so_far[:, -1]  # (blocks, E)
-    sizes, block = totals.sum(0, dtype=jnp.int32), jnp.arange(blocks)
-    starts = jnp.where(expert[None, :] < expert[:, None], sizes[None, :], 0).sum(1, dtype=jnp.int32)
-    before = jnp.where((block[None, :] < block[:, None])[:, :, None], totals[None], 0).sum(1, dtype=jnp.int32)
-    places = (so_far - 1 + (starts + before)[:, None]).reshape(-1, num_experts)
-    token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
-    return places.at[token, experts].get(mode="promise_in_bounds"), sizes
-
-
-def _places_of_few(experts, num_experts: int):
-    """As `_places`, by comparing all rows with each other."""
-    row = experts.ravel() * experts.size + jnp.arange(experts.size, dtype=jnp.int32)  # By experts, then by tokens.
-    is_before = row[None, :] < row[:, None]
-    is_in = experts.reshape(1, -1) == jnp.arange(num_experts, dtype=jnp.int32)[:, None]
-    return is_before.sum(1, dtype=jnp.int32).reshape(experts.shape), is_in.sum(1, dtype=jnp.int32)
-
-
-def _take(x, index):
-    return x.at[index].get(mode="promise_in_bounds")
-
-
 def sum_of_rows(y, weights, rows):
     """Sum in float32 of each token's `rows` of y, times `weights` if there are any; one fused loop."""
-    parts = [_take(y, rows[:, j]).astype(jnp.float32) for j in range(rows.shape[1])]
+    parts = [take(y, rows[:, j]).astype(jnp.float32) for j in range(rows.shape[1])]
     parts = parts if weights is None else [weights[:, j, None] * part for j, part in enumerate(parts)]
     return functools.reduce(jnp.add, parts).astype(y.dtype)
 
@@ -166,16 +85,13 @@ def swiglu_of(limit: float | None):
     return swiglu if limit is None else clamped
 
 
-def biased(rows, bias, group_sizes, group_offset=None):
+def biased(rows, bias, experts, group_offset=None):
     """(M, N) rows in float32, with the bias of each row's expert added, of (E, N); None adds nothing. As in
     `ragged_dot`, `bias` may begin with the expert `group_offset`; a row of an expert that it lacks stays as it is."""
     rows = rows.astype(jnp.float32)
     if bias is None:
         return rows
-    expert, row = jnp.arange(len(group_sizes), dtype=jnp.int32), jnp.arange(len(rows), dtype=jnp.int32)
-    ends = jnp.where(expert[None, :] <= expert[:, None], group_sizes[None, :], 0).sum(1, dtype=jnp.int32)
-    number = (row[:, None] >= ends[None, :]).sum(1, dtype=jnp.int32)
-    number = number if group_offset is None else number - jnp.asarray(group_offset, jnp.int32).reshape(())
+    number = experts if group_offset is None else experts - jnp.asarray(group_offset, jnp.int32).reshape(())
     return rows + _rows_of(bias.astype(jnp.float32), number)
 
 
@@ -183,7 +99,7 @@ def biased(rows, bias, group_sizes, group_offset=None):
 def _rows_of(bias, number):
     """Rows of `bias`, zeros where there is no such one. The gradient is a product: to add rows needs atomics."""
     is_there = (number >= 0) & (number < len(bias))
-    return jnp.where(is_there[:, None], _take(bias, jnp.clip(number, 0, len(bias) - 1)), 0)
+    return jnp.where(is_there[:, None], take(bias, jnp.clip(number, 0, len(bias) - 1)), 0)
 
 
 def _rows_of_fwd(bias, number):
@@ -229,10 +145,10 @@ def _combine_fwd(y, weights, routing: Routing):
 def _combine_bwd(residuals, d_out):
     y, weights, routing = residuals
     token = lax.div(routing.sources, jnp.int32(routing.rows.shape[1]))
-    d_y = (_take(weights.ravel(), routing.sources)[:, None] * _take(d_out, token).astype(jnp.float32)).astype(y.dtype)
+    d_y = (take(weights.ravel(), routing.sources)[:, None] * take(d_out, token).astype(jnp.float32)).astype(y.dtype)
     d = d_out.astype(jnp.float32)
     columns = range(routing.rows.shape[1])
-    d_weights = [(d * _take(y, routing.rows[:, j]).astype(jnp.float32)).sum(-1) for j in columns]
+    d_weights = [(d * take(y, routing.rows[:, j]).astype(jnp.float32)).sum(-1) for j in columns]
     return d_y, jnp.stack(d_weights, 1), None
 
 
@@ -317,8 +233,7 @@ def moe(
 
     Differentiable in all arrays, unless weights are packed. Under `jax.shard_map` with the experts sharded, each device
     has some of w_gate_up and w_down and their biases, and all of x and router_logits; it gives `group_offset` and gets
-    the sum over its own experts, which `jax.lax.psum` adds up. Packed integers: compiled for Hopper; not run on a GPU
-    yet.
+    the sum over its own experts, which `jax.lax.psum` adds up.
 
     Weights of 4 bits are passed as the packers return them, as in `moe(x, logits, cookbook.pack_mxfp4(...), ...)`.
     gpt-oss's columns of the gate and of the up product alternate: bring them in order before packing, as in
@@ -356,7 +271,7 @@ def moe(
     swiglu_limit, is_packed = _limit_of(swiglu_limit), isinstance(w_down, tuple)
     if x.size == 0:
         return jnp.zeros_like(x)
-    _host.require_tensor_cores("moe")
+    num_sms = _host.require_tensor_cores("moe").num_sms
     arrays, tree = jax.tree.flatten((x, router_logits, w_gate_up, w_down, b_gate_up, b_down))
     if is_packed:
         arrays = _host.without_gradient("moe", f"{_host.PACKAGE}.moe of widened weights", *arrays)
@@ -364,12 +279,18 @@ def moe(
         arrays = _host.reverse_only("moe", *arrays)
     x, router_logits, w_gate_up, w_down, b_gate_up, b_down = jax.tree.unflatten(tree, arrays)
     tokens = x.reshape(-1, x.shape[-1])
-    routing = route(router_logits.reshape(len(tokens), -1), top_k, renormalize)
-    places = routing._replace(weights=None)
-    of_groups = dict(group_sizes=routing.group_sizes, group_offset=group_offset)
-    product = functools.partial(packed.product if is_packed else ragged_dot, **of_groups)
-    add = functools.partial(biased, **of_groups)
-    if b_gate_up is None and swiglu_limit is None and not is_packed:
+    is_gated = b_gate_up is None and swiglu_limit is None and not is_packed
+    num, num_experts = top_k * len(tokens), router_logits.shape[-1]
+    tiles = ()
+    if group_offset is None and num_experts > SCANNED_MAX:  # Otherwise the products need no table, or another one.
+        tiles = _tiles_of(num, num_experts, tokens, w_gate_up, w_down, is_gated, num_sms)
+    routing = route(router_logits.reshape(len(tokens), -1), top_k, renormalize, tiles)
+    places = routing._replace(weights=None, experts=None)
+    product = functools.partial(
+        packed.product if is_packed else ragged_dot, group_sizes=routing.group_sizes, group_offset=group_offset
+    )
+    add = functools.partial(biased, experts=routing.experts, group_offset=group_offset)
+    if is_gated:
         inner = product(_permute(tokens, places), w_gate_up, activation="swiglu")
     else:
         both = product(_permute(tokens, places), w_gate_up)
@@ -377,6 +298,23 @@ def moe(
     out = product(inner, w_down)
     out = out if b_down is None else add(out, b_down).astype(x.dtype)
     return _combine(out, routing.weights, places).reshape(x.shape)
+
+
+def _tiles_of(num_rows: int, num_experts: int, tokens, w_gate_up, w_down, is_gated: bool, num_sms: int):
+    """How many rows the tiles of the two products have."""
+    if isinstance(w_down, tuple):
+        hidden, inner = tokens.shape[1], w_gate_up[0].shape[1] // 2
+        sizes = (2 * inner, hidden), (hidden, inner)
+        axes = [(packed.default_config(num_rows, n, k, num_experts, num_sms), 1) for n, k in sizes]
+    else:
+        _, inner, hidden = w_down.shape
+        sizes = (inner if is_gated else 2 * inner, hidden, is_gated), (hidden, inner, False)
+        configs = [
+            default_config(num_rows, n, k, num_experts, tokens.dtype, is_gated=gated, num_sms=num_sms)
+            for n, k, gated in sizes
+        ]
+        axes = [(config, int(config.swapped)) for config in configs]
+    return tuple(sorted({(c.tile_m * c.cluster_m, c.tile_n * c.cluster_n)[axis] for c, axis in axes}))
 
 
 def flops(tokens: int, top_k: int, hidden: int, inner: int) -> int:

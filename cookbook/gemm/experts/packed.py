@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ... import _host
 from ..dense.matmul_int4_weights import group_size_of, weights_reference
 from ..dense.matmul_mxfp4_weights import widened
+from ..grouped.ragged_dot_int4_weights import default_config as default_config
 from ..grouped.ragged_dot_int4_weights import ragged_dot_int4_weights
 from ..grouped.ragged_dot_mxfp4_weights import ragged_dot_mxfp4_weights
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _host
+from .tables import Groups
 
 
 def check_group_sizes(group_sizes, rows: int, op: str = "ragged_dot"):
@@ -40,6 +41,8 @@ def check_groups(op: str, group_sizes, group_offset, rows: int, count: int | Non
     Raises:
       ValueError: a shape or dtype is not supported; or a size would be clipped, where sizes are not traced.
     """
+    if isinstance(group_sizes, Groups):  # Ours.
+        return group_sizes, group_offset
     sizes = _host.as_array(op, "group_sizes", group_sizes)
     if sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise ValueError(

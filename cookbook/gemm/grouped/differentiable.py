@@ -18,7 +18,7 @@ from ..arguments import product_sizes, require_halves, require_precision
 from ..plan import identity
 from . import arguments
 from .kernel_gated import swiglu
-from .tables import bounds
+from .tables import bounds, sizes_of
 
 
 def activation_of(op: str, activation):
@@ -83,7 +83,7 @@ def _gradients(options: Options, lhs, rhs, group_sizes, group_offset, before, d_
 
     def is_used():
         """Which rows have groups: others may hold anything."""
-        (first, *_), (*_, last) = bounds(group_sizes, m, group_offset, num_groups)
+        (first, *_), (*_, last) = bounds(sizes_of(group_sizes), m, group_offset, num_groups)
         row = jnp.arange(m, dtype=jnp.int32)[:, None]
         return (row >= first) & (row < last)
 
@@ -98,7 +98,7 @@ def _gradients(options: Options, lhs, rhs, group_sizes, group_offset, before, d_
     )
     d_lhs = _forward(d, rhs_n, group_sizes, group_offset, plain)
     pair = (d, lhs) if transpose_rhs else (lhs, d)
-    d_rhs = options.sums(*pair, group_sizes, group_offset, num_groups, out_dtype)[:, : rhs.shape[1]]
+    d_rhs = options.sums(*pair, sizes_of(group_sizes), group_offset, num_groups, out_dtype)[:, : rhs.shape[1]]
     return (d_lhs, d_rhs) if unscaled is None else (unscaled(d_lhs), unscaled(d_rhs))
 
 
@@ -132,7 +132,7 @@ def product(op: str, launch, sums, config_type, lhs, rhs, group_sizes, *, group_
         _numerics.lowerable(activation, jax.ShapeDtypeStruct((8,), jnp.float32))
     activation = identity if activation is None else activation_of(op, activation)
     group_sizes, group_offset = arguments.check_groups(op, group_sizes, group_offset, lhs.shape[0], rhs.shape[0])
-    operands = (lhs, rhs, group_sizes) if group_offset is None else (lhs, rhs, group_sizes, group_offset)
-    lhs, rhs, group_sizes, group_offset = (*_host.reverse_only(op, *operands), None)[:4]
+    operands, tree = jax.tree.flatten((lhs, rhs, group_sizes, group_offset))
+    lhs, rhs, group_sizes, group_offset = jax.tree.unflatten(tree, _host.reverse_only(op, *operands))
     options = Options(op, launch, sums, transpose_rhs, out_dtype, config, activation)
     return _product(lhs, rhs, group_sizes, group_offset, options)

@@ -35,11 +35,11 @@ def run(w_gmem, lhs_gmem, table, scales, o_gmem, plan: Plan, a_smem, b_smem, fil
     """Both kernels. `scales` are of whole columns, or None."""
     table, ring = plan.tiles.read(table), plan.ring(a_smem, b_smem, filled, freed, *of_groups.values())
 
-    @memory_role
+    @functools.partial(memory_role, count=plan.config.warpgroups)
     def _():
         load(plan, table, ring, w_gmem, lhs_gmem, copy_step)
 
-    @compute_role
+    @functools.partial(compute_role, count=plan.config.warpgroups)
     def _():
         def compute_tile(tile, number, before):
             scale = None if scales is None else scales_of_columns(plan, tile, scales)

@@ -18,7 +18,7 @@ from ..._device import Index
 from ..operand import STEP_BYTES, Operand, is_cut
 from ..plan import COMPUTE, Plan, identity
 from ..tiles import Config, Tiles, exchanged, resident
-from .tables import SCANNED_MAX, Scan, Table, bounds, row_entries, row_table
+from .tables import SCANNED_MAX, Groups, Scan, Table, bounds, row_entries, row_table, sizes_of
 
 
 class Tile(NamedTuple):
@@ -63,6 +63,9 @@ class RowTiles(Tiles):
     def table_of(self, group_sizes, group_offset=None):
         """The operand in which the kernel finds its tiles: the sizes of few groups, else a table."""
         m, tile = self.rows
+        if isinstance(group_sizes, Groups) and tile in group_sizes.tables:
+            return group_sizes.tables[tile]
+        group_sizes = sizes_of(group_sizes)
         if group_offset is None and self.num_groups <= SCANNED_MAX:
             # Without the barrier XLA passes a slice of an array where it lies, and Mosaic asks for 256-byte alignment.
             return lax.optimization_barrier(group_sizes.astype(jnp.int32))

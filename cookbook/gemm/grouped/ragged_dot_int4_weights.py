@@ -11,7 +11,7 @@ Role and barrier tables: `kernel.py`; weights and scales: `dense/four_bits.py`; 
 
 Bound by: the memory that the weights come from with few rows a group; with many, the tensor cores.
 
-Not supported: biases; batches (use `jax.vmap`); differentiation. Compiled for Hopper; not run on a GPU yet.
+Not supported: biases; batches (use `jax.vmap`); differentiation.
 """
 
 import functools
@@ -66,7 +66,7 @@ def ragged_dot_int4_weights(
 ) -> jax.Array:
     """`lhs` times one matrix of `(q - zeros) * scales` for each group of rows, q being the 4-bit integers of `w`.
 
-    `cookbook.pack_int4` packs weights, once. Compiled for Hopper; not run on a GPU yet.
+    `cookbook.pack_int4` packs weights, once.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 

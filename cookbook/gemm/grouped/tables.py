@@ -43,6 +43,17 @@ class Table(NamedTuple):
         return self.group[number], self.start[number], self.end[number]
 
 
+class Groups(NamedTuple):
+    """In place of sizes: those of groups that share out all rows, with tables that were made of them before."""
+
+    sizes: jax.Array
+    tables: dict[int, Table]  # By the rows of a tile.
+
+
+def sizes_of(groups: "jax.Array | Groups"):
+    return groups.sizes if isinstance(groups, Groups) else groups
+
+
 class Group(NamedTuple):
     """The rows of a group, from `start` to `end`, and how many entries come before its own."""
 
