@@ -1,6 +1,7 @@
 """Settings and fixtures of all tests, those in notebooks included."""
 
 import contextlib
+import gc
 import os
 import zlib
 
@@ -23,6 +24,8 @@ if not os.environ.get("XLA_FLAGS"):  # References are compiled once and run once
         "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
     )
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # The compile-only wheels come without cuDNN.
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")  # Without a folder nothing is kept, but JAX hashes programs.
+gc.set_threshold(20_000, 10, 5)  # At the default, 700 objects, a tenth of the time goes into looking for garbage.
 
 FAMILIES = ("attn", "gemm", "loss", "nvlink", "recurrent", "rows", "select")  # Folders of tests.
 # Folders of whose tests `make test` runs the first case alone.
@@ -74,7 +77,10 @@ def pytest_collection(session):
 
     _host.allow_waiting_threads()  # Before JAX starts a backend.
     with jax.default_device(jax.devices("cpu")[0]):
-        return (yield)
+        collected = yield
+    gc.collect()
+    gc.freeze()  # Modules and tests stay until the end: the collector need not look at them again.
+    return collected
 
 
 def pytest_collection_modifyitems(config, items):

@@ -17,6 +17,7 @@ import threading
 import jax
 import numpy as np
 from jax._src import callback as callbacks
+from jax._src import source_info_util
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
 
 from cookbook import _host
@@ -107,6 +108,8 @@ def _interpret(detect_races: bool = True):
         gpu_callbacks.reset_gpu_interpret_mode_state()
     seen = Interpreted()
     state_class, calls_back = gpu_callbacks.GPURaceDetectionState, callbacks.io_callback_impl
+    summarize = source_info_util.summarize
+    source_info_util.summarize = functools.cache(summarize)  # Asked for at each access, and a loop repeats its lines.
     gpu_callbacks.GPURaceDetectionState = seen._new_kernel  # JAX makes one for each kernel and keeps only the latest.
     callbacks.io_callback_impl = functools.partial(_call_back, calls_back)
     watch = _Watch()
@@ -123,6 +126,7 @@ def _interpret(detect_races: bool = True):
         raise
     finally:
         gpu_callbacks.GPURaceDetectionState, callbacks.io_callback_impl = state_class, calls_back
+        source_info_util.summarize = summarize
 
 
 def _call_back(original, *args, callback, result_avals, **kwargs):
@@ -231,8 +235,8 @@ class _Watch:
     """
 
     latest: "_Watch"
-    _LOOK = 0.25  # Seconds between two looks.
-    _WARPS = 40  # Looks without a change where warps wait: nothing tells how many of them are still at work.
+    _LOOK = 0.1  # Seconds between two looks.
+    _WARPS = 100  # Looks without a change where warps wait: nothing tells how many of them are still at work.
 
     def __init__(self):
         self.report = ""

@@ -93,7 +93,9 @@ def _chapters_of(name: str, chapters):
     used = rf"\bcookbook(\.\w+)?\.{name}\b|from cookbook import .*\b{name}\b"
     if name.startswith("blackwell."):
         used = rf"\b{re.escape(name)}\b"
-    return [c for c in chapters if c.number[0].isdigit() and re.search(used, c.code)][-2:]
+    return [c for c in chapters if c.number[0].isdigit() and name.split(".")[-1] in c.code and re.search(used, c.code)][
+        -2:
+    ]
 
 
 def _figure(value: float) -> str:

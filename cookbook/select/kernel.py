@@ -30,7 +30,8 @@ from .. import _device, _host
 from .._device import WARPGROUP, Ref
 from . import logits, threads
 from .logits import Logits
-from .plan import VALUES, Plan, plan_of
+from .plan import Plan, plan_of
+from .sort import sort
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
@@ -112,6 +113,17 @@ class Part:
         """Those of piece `p` of a row, changed."""
         bits = lambda ref: threads.bits(ref, self.place(p), self.plan.vec, interpreted)
         return row.read(lambda ref: self.values(ref, p), bits)
+
+    def best(self, row: Logits, score_of, interpreted: bool):
+        """(scores, columns): the highest of the keys that `score_of` makes of logits and columns, of those that have
+        the same place in their pieces."""
+
+        def better(p, best):
+            score = jnp.where(self.is_fresh(p), score_of(self.logits(row, p, interpreted), self.place(p)), LOWEST)
+            is_better = score > best[0]  # Pieces come in order: of equal scores the first stays.
+            return jnp.where(is_better, score, best[0]), jnp.where(is_better, self.place(p), best[1])
+
+        return self.over(better, (self.column() * 0 + LOWEST, self.column() * 0 + HIGHEST))
 
     def load(self, x: Logits, key_of, interpreted: bool):
         """Fills `keys_smem`. Returns the maxima of groups of keys."""
@@ -214,45 +226,12 @@ def _collect(part: Part, x: Logits, key_of, key_smem, index_smem, scan_smem, int
         threads.sync(interpreted)
 
 
-def sort(key_smem, index_smem, interpreted: bool):
-    """(key, index), the slots in order, the highest key first and of equal ones the lowest index: a bitonic network.
-
-    In each step a slot meets the one that differs from it by `distance`; within runs of `run` slots, every second one
-    in reverse, the better of both goes to the front.
-    """
-    size = key_smem.shape[0]
-    layout = threads.PER_THREAD
-    slot = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
-    stages = size.bit_length() - 1
-
-    def step(_, state):
-        key, index, run, distance = state
-        threads.sync(interpreted)
-        _device.store(key_smem, key)
-        _device.store(index_smem, index)
-        threads.sync(interpreted)
-        other = slot ^ distance
-        other_key = threads.gather(key_smem, other, 1, interpreted)
-        other_index = threads.gather(index_smem, other, 1, interpreted)
-        better = (key > other_key) | ((key == other_key) & (index < other_index))
-        is_front = jnp.where((slot & distance) == 0, 1, 0) ^ jnp.where((slot & run) == 0, 1, 0) ^ 1
-        stays = better.astype(jnp.int32) == is_front
-        key, index = jnp.where(stays, key, other_key), jnp.where(stays, index, other_index)
-        done = distance == 1
-        return key, index, jnp.where(done, run * 2, run), jnp.where(done, run, distance >> 1)
-
-    loaded = [_device.load(ref, layout) for ref in (key_smem, index_smem)]
-    state = (*loaded, jnp.int32(2), jnp.int32(1))
-    return lax.fori_loop(0, stages * (stages + 1) // 2, step, state)[:2]
-
-
 def _select(*refs, plan: Plan, of_refs, num: int, key_of, finish, interpreted: bool):
-    x, of_row, index_gmem, numbers = of_refs(refs[:num])
+    x, index_gmem, numbers = of_refs(refs[:num])
     *outs, keys_smem, key_smem, index_smem, scan_smem = refs[num:]
     row, part = lax.axis_index("rows"), lax.axis_index("part")
     here = Part(plan, None if index_gmem is None else index_gmem.at[row], keys_smem)
-    key_here = functools.partial(key_of, *(logits.number_of(ref, row) for ref in of_row))
-    _collect(here, x.of_row(row), key_here, key_smem, index_smem, scan_smem, interpreted)
+    _collect(here, x.of_row(row), key_of, key_smem, index_smem, scan_smem, interpreted)
     layout = threads.PER_THREAD
     if plan.num_parts > 1:
         here = pl.ds(part * plan.slots, plan.slots)
@@ -274,7 +253,7 @@ def plain_key(x, column):
     return to_key(x)
 
 
-def select(plan: Plan, x: Logits, index, dtype, target: _host.Target, params, key_of=plain_key, of_row=(), finish=None,
+def select(plan: Plan, x: Logits, index, dtype, target: _host.Target, params, key_of=plain_key, finish=None,
            numbers=()):  # fmt: skip
     """(keys, indices) of (rows, parts * slots), int32; of one part, (values, indices) of (rows, k) in order, or what
     `finish` makes of it.
@@ -282,13 +261,13 @@ def select(plan: Plan, x: Logits, index, dtype, target: _host.Target, params, ke
     Args:
       x: (rows, cols), values or keys, and what changes them.
       index: the indices that the columns of keys stand for; None for the columns themselves.
-      key_of: makes keys of the row's numbers from `of_row`, (rows,) or (1,) each, of values and of their columns.
+      key_of: makes keys of values and of their columns.
       finish: makes a row's int32 of its numbers from `numbers`, and of its keys and indices in order.
     """
     last = plan.num_parts == 1
     shape = x.shape[0], plan.k if last else plan.num_parts * plan.slots
     finish = finish if last else None
-    arrays, of_refs = logits.leaves((x, of_row, index, numbers if finish else ()))
+    arrays, of_refs = logits.leaves((x, index, numbers if finish else ()))
     types = [jax.ShapeDtypeStruct(shape, kind) for kind in (dtype if last else jnp.int32, jnp.int32)]
     return _host.kernel(
         functools.partial(_select, plan=plan, of_refs=of_refs, num=len(arrays), key_of=key_of, finish=finish,
@@ -301,15 +280,14 @@ def select(plan: Plan, x: Logits, index, dtype, target: _host.Target, params, ke
     )(*arrays)  # fmt: skip
 
 
-def stages(x: Logits, k: int, dtype, target: _host.Target, params, key_of=plain_key, of_row=(), finish=None,
-           numbers=(), values=VALUES):  # fmt: skip
+def stages(x: Logits, k: int, dtype, target: _host.Target, params, key_of=plain_key, finish=None, numbers=()):
     """(values, indices), (rows, k) each, of the k largest keys of the rows of `x`, at least 128 columns; or (rows,)
-    that `finish` makes of them. `values`: of a thread in a piece; fewer where keys take many registers to make."""
+    that `finish` makes of them."""
     index, stage = None, 0
     while True:
-        plan = plan_of(*x.shape, k, stage, target.num_sms, values)
-        found = select(plan, x, index, dtype, target, params, key_of, of_row, finish, numbers)
+        plan = plan_of(*x.shape, k, stage, target.num_sms)
+        found = select(plan, x, index, dtype, target, params, key_of, finish, numbers)
         if plan.num_parts == 1:
             return found[0] if finish else tuple(found)
-        key_of, of_row, stage, values = plain_key, (), stage + 1, VALUES
+        key_of, stage = plain_key, stage + 1
         x, index = Logits(found[0]), found[1]

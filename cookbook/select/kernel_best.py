@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The highest of a row's logits with noise: a block of one warpgroup takes a part of a row, piece by piece.
+"""The highest of a row's logits with noise, or the highest few: a block of one warpgroup takes a part of a row.
 
-Noise takes two logarithms and a series, so it is made only for pieces that may win. For each value the kernel compares
-a bound, which takes one logarithm, with the best score that the block has seen; the bound is at least the score, so a
-piece whose bounds all lie below has no better one. In a row whose values have no order, piece i has a better one with
-probability 1 / i.
+A score takes noise, and noise takes two logarithms and a series. So the loop over a part's pieces makes a bound of each
+score instead, by one logarithm; it is at least the score, and hardly more for a score that is high. Each thread
+remembers in which piece its highest bound lies, and the second highest of its pieces' bounds. Threads exchange nothing
+in the loop, and the next pieces are being loaded meanwhile.
 
-Barriers: the reductions have their own. Bound by: memory, one read, and the bits of the noise, about 30 instructions
-per value.
+After the loop each thread makes one score, that of its highest bound. The best of these is the block's if it is above
+all other bounds. If it is not, a thread has had two of the best, and the block makes all scores. A block that hands on
+its best few adds the highest bound that is left, so that whoever reads them knows how far their order is right.
+
+Barriers: the reductions have their own. Bound by: the instructions of the noise's bits and bounds, 25 per value, and
+nearly as much by memory, one read.
 """
 
 import dataclasses
@@ -18,52 +22,136 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _host
+from .. import _device, _host
+from .._device import WARPGROUP
 from . import threads
 from .kernel import HIGHEST, LOWEST, Part, to_key
 from .logits import Logits, leaves, number_of
 from .plan import Plan, plan_of
 
 BLOCKS_PER_SM = 4
-SCORED = 8  # Values of a thread in a piece: noise takes registers, and fewer values are beside one that may win.
+AHEAD = 2  # Pieces that are being loaded while others are looked at.
+SCORED = 8  # Values of a thread in a piece.
 OF_MINUS_INFINITY = -(2**31) + 2**23 - 1  # Its key.
+SLOTS = 8  # A block hands on its best scores, at most 7, and then the bound of all that is left.
+UNKNOWN = -1  # The column of that bound.
+FEW, ENOUGH = 4, 0.85
 
 
 def best_plan(rows: int, cols: int, num_sms: int) -> Plan:
     plan = plan_of(rows, cols, 1, 0, num_sms, SCORED)
-    of_row = pl.cdiv(cols, plan.piece)
-    num_pieces = min(pl.cdiv(of_row * rows, BLOCKS_PER_SM * num_sms), of_row)
-    num_pieces += num_pieces > 1 and num_pieces % 2  # An even number: see `Plan.unroll`.
+    if cols % plan.piece and cols % (WARPGROUP * plan.vec) == 0:  # A thread would have columns of the last piece twice.
+        plan = dataclasses.replace(plan, loads=1)
+    num_parts = max(1, BLOCKS_PER_SM * num_sms // rows)  # At most: parts of a row are about as long as each other.
+    num_pieces = pl.cdiv(pl.cdiv(cols, plan.piece), num_parts)
     return dataclasses.replace(plan, part=num_pieces * plan.piece)
 
 
+def num_wanted(top_p):
+    """Each candidate is refused with a probability of 1 - top_p. Where that is low, fewer are enough."""
+    return jnp.where(top_p >= ENOUGH, FEW, SLOTS - 1)
+
+
+def first(score, column):
+    """The highest of scores and its column, of equal ones the lowest."""
+    top = jnp.max(score)
+    return top, jnp.min(jnp.where(score == top, column, HIGHEST))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """The scores of a part of a row: `score_of` and `bound_of` are given logits and columns, `raised` a bound."""
+
+    part: Part
+    row: Logits
+    score_of: functools.partial
+    bound_of: functools.partial
+    raised: functools.partial
+    interpreted: bool
+
+    def _promising(self):
+        """(128,), (128,): the piece with each thread's highest bound, and the highest bound of its other pieces."""
+        part, plan = self.part, self.part.plan
+        ahead, zeros = min(AHEAD, plan.num_pieces), threads.number() * 0
+        # The last part may end before its pieces do; a piece must not be looked at twice.
+        count = jnp.minimum(plan.num_pieces, pl.cdiv(plan.cols - lax.axis_index("part") * plan.part, plan.piece))
+        load = lambda p: part.logits(self.row, jnp.minimum(p, plan.num_pieces - 1), self.interpreted)
+
+        def look(p, x, highest, piece, rest):
+            bound = self._highest(self.bound_of(x, part.place(p)))
+            bound = jnp.where(zeros + p < count, self.raised(bound), -jnp.inf)
+            is_higher = bound > highest
+            rest = jnp.maximum(rest, jnp.where(is_higher, highest, bound))
+            return jnp.where(is_higher, bound, highest), jnp.where(is_higher, p, piece), rest
+
+        def some(g, state):
+            *seen, loaded = state
+            following = []
+            for i, x in enumerate(loaded):
+                seen = look(g * ahead + i, x, *seen)
+                following.append(load((g + 1) * ahead + i))
+            return *seen, following
+
+        lowest = zeros.astype(jnp.float32) - jnp.inf
+        state = lowest, zeros, lowest, [load(p) for p in range(ahead)]
+        return lax.fori_loop(0, pl.cdiv(plan.num_pieces, ahead), some, state)[1:3]
+
+    def _highest(self, x):
+        return threads.highest(x, self.part.plan.vec, self.interpreted)
+
+    def candidates(self):
+        """(128,) each: the score of each thread's logit with the highest bound, its column, and a bound of the thread's
+        other scores."""
+        part, vec, interpreted = self.part, self.part.plan.vec, self.interpreted
+        spread = lambda x: threads.spread(x, part.plan.piece, vec, interpreted)
+        if part.plan.num_pieces == 1:
+            column, x, rest = part.place(0), part.logits(self.row, 0, interpreted), threads.number() - jnp.inf
+        else:
+            piece, rest = self._promising()
+            column = part.place(spread(piece))
+            x = self.row.read(
+                lambda ref: threads.gather(ref, column, vec, interpreted),
+                lambda words: threads.bits(words, column, vec, interpreted),
+            )
+        bound = self.bound_of(x, column)
+        bound = jnp.where(bound == bound, bound, -jnp.inf)
+        place = ~self._highest(jnp.where(bound == spread(self._highest(bound)), ~column, LOWEST))
+        is_here = column == spread(place)
+        score = self.score_of(self._highest(jnp.where(is_here, x.astype(jnp.float32), -jnp.inf)), place)
+        rest = jnp.maximum(rest, self.raised(self._highest(jnp.where(is_here, -jnp.inf, bound))))
+        return score, place, jnp.where(rest > -jnp.inf, to_key(rest), LOWEST)
+
+    def best(self):
+        score, place, rest = self.candidates()
+        found = first(score, place)
+        everywhere = lambda: first(*self.part.best(self.row, self.score_of, self.interpreted))
+        return lax.cond(found[0] > jnp.max(rest), lambda: found, everywhere)
+
+
 def _best(*refs, plan: Plan, of_refs, num: int, score_of, bound_of, interpreted: bool):
-    *of_row, out_gmem, index_gmem = refs[num:]
+    top_p_gmem, *of_row, out_gmem, index_gmem = refs[num:]
     row, block = lax.axis_index("rows"), lax.axis_index("part")
-    x_row, part = of_refs(refs[:num]).of_row(row), Part(plan, None, None)
     numbers = [number_of(ref, row) for ref in of_row]
+    here = (functools.partial(of, *numbers) for of in (score_of, *bound_of))
+    scores = Scores(Part(plan, None, None), of_refs(refs[:num]).of_row(row), *here, interpreted)
+    if out_gmem.shape[1] == plan.num_parts:
+        out_gmem[row, block], index_gmem[row, block] = scores.best()
+        return
+    score, place, rest = scores.candidates()
 
-    def better(state, x, p):
-        score = score_of(*numbers, x, part.place(p))
-        top = jnp.max(score)
-        index = jnp.min(jnp.where(score == top, part.place(p), HIGHEST))
-        is_better = top > state[0]  # Pieces come in order: of equal scores the first stays.
-        return jnp.where(is_better, top, state[0]), jnp.where(is_better, index, state[1])
+    def store(j, score, column):
+        out_gmem[row, block * SLOTS + j] = score
+        index_gmem[row, block * SLOTS + j] = column
 
-    def some(g, state):
-        pieces = [g * plan.unroll + u for u in range(plan.unroll)]
-        loaded = [part.logits(x_row, p, interpreted) for p in pieces]  # All in flight at once.
-        for p, x in zip(pieces, loaded, strict=True):
-            bound = threads.highest(bound_of(*numbers, x, part.place(p)), plan.vec, interpreted)
-            may_win = jnp.max(jnp.where(bound == bound, to_key(bound), LOWEST)) >= state[0]
-            state = lax.cond(may_win, lambda state, x=x, p=p: better(state, x, p), lambda state: state, state)
-        return state
+    def take(j, score):
+        best, column = first(score, place)
+        store(j, best, jnp.where(best == LOWEST, UNKNOWN, column))
+        return jnp.where(place == column, LOWEST, score)
 
-    nothing = jnp.int32(OF_MINUS_INFINITY), block * plan.part
-    score, index = lax.fori_loop(0, plan.num_pieces // plan.unroll, some, nothing)
-    out_gmem[row, block] = score
-    index_gmem[row, block] = index
+    lax.fori_loop(0, num_wanted(number_of(top_p_gmem, row)), take, score)
+    store(SLOTS - 1, jnp.max(rest), jnp.int32(UNKNOWN))
 
 
 def _first_of_highest(this, other):
@@ -71,22 +159,48 @@ def _first_of_highest(this, other):
     return tuple(jnp.where(is_this, a, b) for a, b in zip(this, other, strict=True))
 
 
+def _found(logits: Logits, top_p, score_of, bound_of, of_row, target: _host.Target, params):
+    plan = best_plan(*logits.shape, target.num_sms)
+    arrays, of_refs = leaves(logits)
+    statics = dict(plan=plan, of_refs=of_refs, num=len(arrays), score_of=score_of, bound_of=bound_of)
+    width = pl.cdiv(plan.num_parts * SLOTS, WARPGROUP) * WARPGROUP if top_p is not None else plan.num_parts
+    return _host.kernel(
+        functools.partial(_best, **statics, interpreted=target.interpreted),
+        out_type=(jax.ShapeDtypeStruct((logits.shape[0], width), jnp.int32),) * 2,
+        grid=(logits.shape[0], plan.num_parts),
+        grid_names=("rows", "part"),
+        compiler_params=params,
+    )(*arrays, np.ones(1, np.float32) if top_p is None else top_p, *of_row)
+
+
 def best(logits: Logits, score_of, bound_of, of_row, target: _host.Target, params):
     """(rows,) columns of the highest scores, of equal ones the first; column 0 where all are -inf.
 
     Args:
       score_of: makes keys of the row's numbers from `of_row`, (rows,) or (1,) each, of logits and of their columns.
-      bound_of: the same for float32 that are at least the scores, or NaN for a logit of NaN or -inf.
+      bound_of: two functions. The first makes float32 of the same, of which the highest is chosen. The second raises it
+        until it is at least the score, and is given the numbers and what the first made.
     """
-    plan = best_plan(*logits.shape, target.num_sms)
-    arrays, of_refs = leaves(logits)
-    statics = dict(plan=plan, of_refs=of_refs, num=len(arrays), score_of=score_of, bound_of=bound_of)
-    shape = logits.shape[0], plan.num_parts
-    score, index = _host.kernel(
-        functools.partial(_best, **statics, interpreted=target.interpreted),
-        out_type=(jax.ShapeDtypeStruct(shape, jnp.int32),) * 2,
-        grid=shape,
-        grid_names=("rows", "part"),
-        compiler_params=params,
-    )(*arrays, *of_row)
-    return lax.reduce((score, index), (np.int32(LOWEST), np.int32(HIGHEST)), _first_of_highest, (1,))[1]
+    found = _found(logits, None, score_of, bound_of, of_row, target, params)
+    return lax.reduce(tuple(found), (np.int32(LOWEST), np.int32(HIGHEST)), _first_of_highest, (1,))[1]
+
+
+def best_few(logits: Logits, top_p, score_of, bound_of, of_row, target: _host.Target, params):
+    """(scores, columns), (rows, width) each, SLOTS of each part of a row: its `num_wanted(top_p)` highest scores and,
+    in the last one, with the column UNKNOWN, a bound of all that are not among them."""
+    return tuple(_found(logits, top_p, score_of, bound_of, of_row, target, params))
+
+
+def best_of_row(scores_gmem, columns_gmem, num_slots: int, num: int):
+    """Columns of the `num` highest scores of a row, of those that `best_few` found, in order. Behind UNKNOWN, which
+    comes first where its bound equals a score, the order is not known."""
+    slot = plgpu.broadcasted_iota(jnp.int32, scores_gmem.shape, 0, layout=threads.PER_THREAD)
+    place = slot & (SLOTS - 1)
+    is_filled = ((place < num) | (place == SLOTS - 1)) & (slot < num_slots)
+    score, column = (_device.load(ref, threads.PER_THREAD) for ref in (scores_gmem, columns_gmem))
+    score, column = jnp.where(is_filled, score, LOWEST), jnp.where(is_filled, column, UNKNOWN)
+    columns = []
+    for _ in range(num):
+        columns.append(first(score, column)[1])
+        score = jnp.where(column == columns[-1], LOWEST, score)
+    return columns

@@ -15,6 +15,8 @@ LOG_2 = float(np.log(2.0))
 ADDEND, OTHER = (int(np.uint32(n).astype(np.int32)) for n in (0x9E3779B9, 0x85EBCA6B))
 FACTORS = tuple(int(np.uint32(n).astype(np.int32)) for n in (0x7FEB352D, 0x846CA68B))
 
+BOUND = 32 * LOG_2 + 1e-3  # Rounding, and the step of the mixing that `gumbel_bound` leaves out, are far below 1e-3.
+
 
 def _stir(x):
     for shift, factor in zip((16, 15), FACTORS, strict=True):
@@ -48,7 +50,7 @@ def gumbel(key, column):
 
 
 def gumbel_bound(key, column):
-    """float32 at least as high as the noise of int32 columns, by one logarithm: -log(1 - u) is at least u."""
-    # The last step of the mixing leaves the 16 higher bits as they are; u is 2**-32 or more where they are 0.
-    high = lax.shift_right_logical(_stir(_mix(column + key[0]) ^ key[1]), jnp.int32(16)).astype(jnp.float32)
-    return (16 * LOG_2 + 1e-3) - jnp.log(high + 2.0**-16)  # All that may be rounded otherwise is far below 1e-3.
+    """float32 of int32 columns, to which BOUND is added for a number at least as high as the noise, by one logarithm:
+    -log(1 - u) is at least u."""
+    # The last step of the mixing is left out. It changes the lower 16 bits by no more than the number of the higher 16.
+    return -jnp.log(lax.bitcast_convert_type(_stir(_mix(column + key[0]) ^ key[1]), jnp.uint32).astype(jnp.float32))

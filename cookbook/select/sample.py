@@ -14,12 +14,12 @@ cut up. There are three ways to a token:
 
 - All are kept: `kernel_best.py` finds the maximum. One read.
 - `top_k`: `kernel.py` leaves the k highest logits in order, and its last stage draws among them (`kernel_draw.py`).
-- `top_p` or `min_p` without it: `kernel.py` leaves the CANDIDATES highest of logits with noise, in order;
+- `top_p` or `min_p` without it: `kernel_best.py` finds a few of the highest logits with noise, the candidates;
   `kernel_mass.masses` adds up the probabilities above each of them; the first candidate that is kept is the token,
   since those before it are not. The threshold itself is never needed. Where no candidate is kept, which for `top_p` of
   0.9 happens once in about 10**4 rows, `kernel_mass.choose` goes on.
 
-Bound by: memory (one read; top_p and min_p alone two) and the bits of the noise, about 30 instructions per logit.
+Bound by: the bits of the noise, about 25 instructions per logit, and memory (one read; top_p and min_p alone two).
 Not supported: gradients.
 Chapter: notebooks/24_sampling.ipynb.
 """
@@ -33,13 +33,11 @@ import numpy as np
 from .. import _host
 from .._device import WARPGROUP
 from . import kernel, kernel_best, kernel_draw, kernel_mass, noise
-from .kernel_best import SCORED
 from .kernel_draw import inverse
 from .kernel_mass import logit_key
 from .logits import BITS, Logits, logit, packed, widened
 from .top_k import COLUMNS_MAX, K_MAX
 
-CANDIDATES = 8
 FLOATS, SETS = (jnp.float32, jnp.bfloat16, jnp.float16), (jnp.bool_, jnp.int32, jnp.uint32)
 
 
@@ -68,13 +66,16 @@ def _score(seed, position, temperature, x, column):
 
 
 def _bound(seed, position, temperature, x, column):
-    """float32 at least as high as the score, whatever is rounded in between; NaN for a logit of NaN or -inf."""
-    x = x.astype(jnp.float32) * inverse(temperature)
-    return x + (
-        jnp.abs(x) * 2.0**-20
-        + noise.gumbel_bound(noise.row_key(seed, position), column) * jnp.where(temperature <= 0.0, 0.0, 1.0)
-        + jnp.where(temperature <= 0.0, 1e-3, 0.0)
-    )
+    """float32 of logits and columns, of which `_raised` makes what is at least as high as the score; NaN for NaN."""
+    # Without noise a little is left of it, because infinity times 0 is no number.
+    noisy = noise.gumbel_bound(noise.row_key(seed, position), column) * jnp.where(temperature <= 0.0, 1e-30, 1.0)
+    return x.astype(jnp.float32) * inverse(temperature) + noisy
+
+
+def _raised(seed, position, temperature, bound):
+    """The bound, whatever is rounded in between: the logit is off by up to 30 from it. -inf for NaN."""
+    bound += (jnp.abs(bound) + 30.0) * 2.0**-20 + jnp.where(temperature <= 0.0, 0.0, noise.BOUND)
+    return jnp.where(bound == bound, bound, -jnp.inf)
 
 
 def _distance(min_p, temperature):
@@ -86,18 +87,15 @@ def _distance(min_p, temperature):
 
 def _of_candidates(logits, limits, of_row, target, params):
     _, top_p, min_p = limits
-    temperature = of_row[2]
-    select = functools.partial(kernel.stages, logits, target=target, params=params)
-    _, index = select(min(CANDIDATES, logits.shape[1]), jnp.float32, key_of=_score, of_row=of_row, values=SCORED)
-    parts = kernel_mass.masses(logits, temperature, top_p, index, target, params)
-    distance = _distance(min_p, temperature)
-    return kernel_mass.choose(logits, parts, index, top_p, distance, _score, of_row, target, params)
+    candidates = kernel_best.best_few(logits, top_p, _score, (_bound, _raised), of_row, target, params)
+    parts = kernel_mass.masses(logits, of_row[2], top_p, candidates, target, params)
+    return kernel_mass.choose(logits, parts, top_p, _distance(min_p, of_row[2]), _score, of_row, target, params)
 
 
 def _log_probabilities(logits, tokens, num: int, target, params):
     """(of the tokens, the `num` best, their tokens), of softmax(logits)."""
     one = np.ones(1, np.float32)
-    parts = kernel_mass.masses(logits, one, one, tokens[:, None], target, params)
+    parts = kernel_mass.masses(logits, one, one, (tokens[:, None],) * 2, target, params)
     log_sum, chosen = kernel_mass.log_sum(parts, logits.shape[1])[:, None], parts[:, 3, :1]
     best, index = chosen[:, :0], jnp.zeros((len(tokens), 0), jnp.int32)
     if num:
@@ -114,7 +112,7 @@ def _call(logits, of_row, limits, k: int | None, num_logprobs: int | None, targe
         draw = kernel_draw.Draw(_score)
         tokens = kernel.stages(logits, k, jnp.float32, target, params, logit_key, finish=draw, numbers=numbers)
     elif limits is None:
-        tokens = kernel_best.best(logits, _score, _bound, of_row, target, params)
+        tokens = kernel_best.best(logits, _score, (_bound, _raised), of_row, target, params)
     else:
         tokens = _of_candidates(logits, limits, of_row, target, params)
     if num_logprobs is None:

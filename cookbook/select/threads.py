@@ -87,15 +87,54 @@ def totals(x, vec: int, interpreted: bool):
 
 
 def highest(x, vec: int, interpreted: bool):
-    """(128,): the maximum of the float32 values of each thread, of which NaN are left out."""
+    """(128,): the maximum of the values of each thread, int32, or float32 of which NaN are left out."""
     if interpreted:
         return jnp.nanmax(x.reshape(-1, WARPGROUP, vec), axis=(0, 2))
+    larger = arith.maxsi if x.dtype == jnp.int32 else arith.maxnumf
 
     @plgpu.inline_mgpu(arg_types=(strided(vec), PER_THREAD), return_type=_array((WARPGROUP,), x.dtype, PER_THREAD))
     def maxima(_, x, like):
-        return _like(like, [functools.reduce(arith.maxnumf, _values(x))])
+        return _like(like, [functools.reduce(larger, _values(x))])
 
     return maxima(x, number())
+
+
+def spread(x, size: int, vec: int, interpreted: bool):
+    """(size,): each thread's value of `x`, (128,), wherever the thread has one."""
+    if interpreted:
+        return jnp.broadcast_to(x[:, None], (size // (WARPGROUP * vec), WARPGROUP, vec)).reshape(-1)
+    layout = strided(vec)
+
+    @plgpu.inline_mgpu(arg_types=(PER_THREAD, layout), return_type=_array((size,), x.dtype, layout))
+    def copies(_, x, like):
+        return _like(like, _values(x) * (size // WARPGROUP))
+
+    return copies(x, plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout))
+
+
+def of_lane(x, distance: int, interpreted: bool):
+    """`x`, `PER_THREAD`, from the thread whose number differs by `distance`, a power of 2 below 32."""
+    if interpreted:
+        return x[jnp.arange(x.shape[0]) ^ distance]
+
+    @plgpu.inline_mgpu(arg_types=(PER_THREAD,), return_type=_array(x.shape, x.dtype, PER_THREAD))
+    def exchange(_, x):
+        return _like(x, [mgpu.utils.shfl_bfly(value, distance) for value in _values(x)])
+
+    return exchange(x)
+
+
+def of_register(x, distance: int, interpreted: bool):
+    """`x`, `PER_THREAD`, from the register whose number differs by `distance`."""
+    if interpreted:
+        return x[jnp.arange(x.shape[0]) ^ (distance * WARPGROUP)]
+
+    @plgpu.inline_mgpu(arg_types=(PER_THREAD,), return_type=_array(x.shape, x.dtype, PER_THREAD))
+    def exchange(_, x):
+        values = _values(x)
+        return _like(x, [values[i ^ distance] for i in range(len(values))])
+
+    return exchange(x)
 
 
 def number():

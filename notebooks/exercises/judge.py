@@ -257,7 +257,12 @@ def _compilable(answer, args, as_it_lies: bool = False):
     try:
         with _host.building_for(NONE_OF_THE_PACKAGE):
             traced = jax.jit(lambda *args: answer(*args)).trace(*args)
-            lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+            jaxpr = traced.jaxpr.jaxpr
+            outside = None
+            if KERNELS & {equation.primitive.name for equation in equations(jaxpr)}:
+                outside = _computed_outside(jaxpr, frozenset() if as_it_lies else MOVES)
+            # Last, and only where it can still decide: lowering takes longer than all else.
+            lowered = "" if outside else traced.lower(lowering_platforms=("cuda",)).as_text()
     except NotYet:  # Raised by the kernel that a checker puts around an answer.
         raise
     except Exception as error:
@@ -267,12 +272,12 @@ def _compilable(answer, args, as_it_lies: bool = False):
             ) from error
         known = (said for part, said in MISTAKES.items() if part in str(error))
         raise NotYet(next(known, f"it cannot be compiled for a GPU: {_first_line(error)}")) from error
+    if outside:
+        raise NotYet(f"{outside} is computed outside of the kernel, by XLA: the kernel must do all of the work")
     if "mosaic_gpu" not in lowered:
         if not jax.tree.leaves(traced.out_info):  # The kernel may be there, but nothing uses its result.
             raise NotYet("it returns no array: return what the kernel returns")
         raise NotYet("the answer must be a kernel: call plgpu.kernel")
-    if outside := _computed_outside(traced.jaxpr.jaxpr, frozenset() if as_it_lies else MOVES):
-        raise NotYet(f"{outside} is computed outside of the kernel, by XLA: the kernel must do all of the work")
     return traced.jaxpr
 
 

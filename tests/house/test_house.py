@@ -344,7 +344,7 @@ def test_visible_gpus_are_those_of_the_environment(monkeypatch, given, gpus):
 def test_a_failure_is_named_when_it_happens(tmp_path):
     """A run that is cut off has said by then what failed."""
     (tmp_path / "test_two.py").write_text("def test_a():\n    assert 1 == 2\n\n\ndef test_b():\n    pass\n")
-    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-n", "1", "test_two.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:nbval", "-n", "1", "test_two.py"]
     environ = os.environ | dict(PYTHONPATH=str(ROOT))
     said = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True).stdout
     at_once, _, later = said.partition("= FAILURES =")

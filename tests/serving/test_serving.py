@@ -315,7 +315,7 @@ def gaps(scores: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    return answered(CONFIG, bench.trace(300, CONFIG.vocab_size, max_prompt=60, max_new_tokens=40))
+    return answered(CONFIG, bench.trace(200, CONFIG.vocab_size, max_prompt=60, max_new_tokens=40))
 
 
 def served(engine: Engine, requests: list[dict]) -> list[Request]:
@@ -368,12 +368,12 @@ def assert_served_as_answered(requests: list[Request], trace: Trace, scores: dic
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_engine_gives_the_references_tokens(trace, monkeypatch, ahead):
-    """300 requests under preemption and with shared prefixes, greedy and sampled, in float32."""
+    """200 requests under preemption and with shared prefixes, greedy and sampled, in float32."""
     scores = recorded(monkeypatch)
     engine = Engine(CONFIG, trace.params, **SIZES, backend="xla", ahead=ahead, num_scheduler_steps=1)
     requests = served(engine, trace.requests)
     assert_served_as_answered(requests, trace, scores)
-    assert sum(request.num_preempted > 0 for request in requests) >= 20
+    assert sum(request.num_preempted > 0 for request in requests) >= 10
     assert engine.scheduler.num_shared_pages >= 100
     stopped = [request for request in requests if request.tokens[-1] in request.stop_tokens]
     assert any(len(request.generated) < request.max_new_tokens for request in stopped)
@@ -412,11 +412,11 @@ def test_several_steps_in_one_program_give_the_references_tokens(trace, several,
 @pytest.mark.slow
 def test_several_steps_in_one_program_on_the_kernels(several):
     """Pages are equal to the bit with those of one step after the other: one sequence ends early, one is sampled."""
-    config = dataclasses.replace(CONFIG, dtype="bfloat16", num_hidden_layers=1)
+    config = LlamaConfig(128, 128, 128, 1, 2, 1, 64, dtype="bfloat16")
     params, found = init(config), []
     requests = [
         dict(prompt=[3, 5], max_new_tokens=3),
-        dict(prompt=range(14), max_new_tokens=6, temperature=1.0, seed=7),
+        dict(prompt=range(14), max_new_tokens=5, temperature=1.0, seed=7),
     ]
     for count in (1, 4):
         engine = Engine(config, params, **SIZES | dict(max_seqs=2), backend="cookbook", num_scheduler_steps=count)
