@@ -318,10 +318,10 @@ def linear_cross_entropy(
       z_loss: what lse**2 is multiplied by before it is added to the loss of each row, 0 or more.
       logits_soft_cap: logits become `cap * tanh(logits / cap)`; None for no cap.
       return_lse: also return the logarithm of the sum of the exponentials of each row's logits; 0 if it is ignored.
-      memory: None: logits take at most 2 GB, in most cases with three products forward and backward. Where they would
-        take more, the weight's gradient may be rounded up to three times more. "low": all that is kept beside operands
-        and results is about a twentieth of the logits in float32, with four products. The weight's gradient may be
-        rounded up to 15 times more then.
+      memory: None: logits, and sums beside them, take at most 2 GB, in most cases with three products forward and
+        backward. Where they would take more, the weight's gradient may be rounded up to three times more. "low": all
+        that is kept beside operands and results is about a twentieth of the logits in float32, with four products. The
+        weight's gradient may be rounded up to 15 times more then.
       axis_name: axis of a mesh of `jax.shard_map` over which the vocabulary is sharded, in order: V is then that of a
         device, labels are those of all, and each device has all rows, of which it gets the whole loss. Or several axes.
 

@@ -30,6 +30,7 @@ exercise-4
   x > c => x < c  # what is below
   above_gmem[row, j] = above / total => above_gmem[row, j] = 1 - above / total  # what is not above
   jnp.exp(x - top) => jnp.exp(x)  # subtract the row's largest logit
+  jnp.exp(x - top) => jnp.exp(x - wanted[0])  # subtract the row's largest logit
   total, *sums = (jnp.sum(total) for total in over(mine, visit, zeros)) => total, *sums = (jnp.sum(over(mine,
     lambda s, x, i, j=j: visit([s] * len(zeros), x, i)[j], zeros[0])) for j in range(len(zeros)))  # times
 """
