@@ -21,6 +21,7 @@ from cookbook import _host, blackwell, elementwise
 from cookbook.blackwell import cost as blackwell_cost
 from cookbook.gemm import cost
 from cookbook.gemm.dense.pack import num_words
+from cookbook.gemm.experts.route import route_reference
 from cookbook.gemm.gated import plan as gated
 from cookbook.gemm.grouped import cost as group_cost
 from cookbook.gemm.rungs.matmul_blocked import matmul_blocked_reference
@@ -1088,7 +1089,7 @@ def _moe(tokens, experts, top_k, hidden, inner, **kwargs):
     shapes = (tokens, hidden), (tokens, experts), (experts, hidden, 2 * inner), (experts, inner, hidden)
 
     def ordered(x, logits, *_):
-        routing = moe.route(logits, top_k)
+        routing = route_reference(logits, top_k)
         return x[routing.sources // top_k], routing.group_sizes
 
     def products(x, logits, gate_up, down, of_rows):
