@@ -11,7 +11,7 @@ UNIT = 128  # Rows of a tile. A block of fewer wastes a part of it.
 # Blocks of rows at most that add to d_weight in 16 bits, where each addition rounds the sum: if logits are computed
 # twice, and by default, where this has to pay.
 ROUNDED_MAX, ROUNDED_FEW, ROUNDED_GAIN = 16, 4, 1.03
-PARTS_SHARE = 1 / 4  # Share of the logits.
+PARTS_SHARE = 1 / 4  # Share of the logits' memory that float32 sums of parts of d_hidden may take beside them.
 SECONDS_PER_BYTE = 1 / 4.2e12  # An H200's.
 
 

@@ -170,8 +170,8 @@ def _choose(*refs, plan: Plan, of_refs, num: int, num_parts: int, score_of, inte
     limits = (number_of(ref, row) for ref in (top_p_gmem, distance_gmem))
     found, floor, keeps, above = _found(parts_gmem.at[row], scale, *limits, num_parts)
     number = plgpu.broadcasted_iota(jnp.int32, parts_gmem.shape[2:], 0, layout=threads.PER_THREAD)
-    of_row = part_plan(plan.cols)
-    of_row = Part(dataclasses.replace(of_row, part=num_parts * of_row.part), None, None)
+    pieces = part_plan(plan.cols)  # Those that `masses` added up, of the whole row.
+    whole = Part(dataclasses.replace(pieces, part=num_parts * pieces.part), None, None)
 
     def draw(state):
         above_floor = lambda x, column: jnp.where(logit(x) > state[0], score_of(*numbers, x, column), LOWEST)
@@ -179,7 +179,7 @@ def _choose(*refs, plan: Plan, of_refs, num: int, num_parts: int, score_of, inte
         value = logit(x_row.at(token))
 
         def add(p, sums):  # As `masses` does, to the last bit.
-            x, _, share, total = _shares(of_row, p, of_row.logits(x_row, p, interpreted), scale, interpreted)
+            x, _, share, total = _shares(whole, p, whole.logits(x_row, p, interpreted), scale, interpreted)
             return jnp.where(number == p, total(jnp.where(x > value, share, 0.0)), sums)
 
         sums = lax.fori_loop(0, num_parts, add, number.astype(jnp.float32) * 0.0)

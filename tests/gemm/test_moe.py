@@ -68,7 +68,7 @@ def test_every_choice_has_a_row_of_its_expert(monkeypatch, few, name, top_k):
         table = groups.tables[tile]
         wanted = tables.row_table(*tables.bounds(jnp.asarray(groups.sizes), order.size), order.size, tile)
         np.testing.assert_array_equal(table.after, wanted.after)
-        for entries, column in zip(table[1:], wanted[1:], strict=True):  # Nobody reads what follows.
+        for entries, column in zip(table[1:], wanted[1:], strict=True):  # Later entries are never read.
             np.testing.assert_array_equal(entries[: table.after[-1]], column[: table.after[-1]])
 
 

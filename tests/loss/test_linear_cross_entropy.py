@@ -15,6 +15,7 @@ import pytest
 import cookbook
 import lab
 from cookbook import linear_cross_entropy
+from cookbook.gemm import cost
 from cookbook.loss import losses, products
 from cookbook.loss.blocks import Blocks
 from tests.arrays import array
@@ -107,6 +108,23 @@ def test_cotangents_of_each_row_and_of_lse(blocks, blocks_are):
     blocks_are(blocks)
     rng = np.random.default_rng(1)
     check(problem(20, 64, 300), tuple(rng.normal(size=(2, 20))), reduction="none", **ALL)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_few_rows_in_parts_of_the_vocabulary(transposed, monkeypatch):
+    """As the cost model cuts up d_hidden's product of vocabularies that are too large to interpret."""
+    config, taken = products._config, []
+
+    def cut(problem, whole_tiles=False, room=0):
+        if not room:
+            return config(problem, whole_tiles)
+        sums = lambda c: 4 * c.split_k * problem.m * problem.n
+        taken.append(next(c for c in cost.candidates(problem) if c.second_kernel and sums(c) <= room))
+        return taken[-1]
+
+    monkeypatch.setattr(products, "_config", cut)
+    check(problem(5, 24, 643, transposed=transposed), 3.0, transpose_weight=transposed, reduction="sum")
+    assert taken and taken[-1].split_k > 1
 
 
 def test_float16_under_a_loss_scale():

@@ -11,6 +11,7 @@ import pytest
 import lab
 from cookbook import _host, cross_entropy, linear_cross_entropy
 from cookbook._device import WARPGROUP
+from cookbook.gemm import cost
 from cookbook.loss import blocks, kernel, products
 from cookbook.loss.plan import GROUP
 from lab.toolchain import claim_architecture, device, gpu_facts
@@ -79,6 +80,23 @@ def test_products_of_many_sizes(memory):
         sizes, how = operands(rows, hidden, vocabulary, transposed), dict(transpose_weight=transposed, memory=memory)
         lowered(of_products(**how), *sizes)
         lowered(lambda *args, how=how: linear_cross_entropy(*args, **how), *sizes)  # The loss alone.
+
+
+def test_parts_of_few_rows_have_room():
+    """d_hidden of few rows is computed in parts of the vocabulary; their sums and the logits take 2 GB at most."""
+    rng, in_parts = np.random.default_rng(0), 0
+    for rows in (332, 4096, *np.exp(rng.uniform(0, np.log(20000), 30)).astype(int)):
+        hidden, vocabulary = (3008, 142080) if rows == 332 else (8 * int(rng.integers(1, 600)), 220_032)
+        pitch = products.pitch_of(vocabulary, False)
+        found = blocks.blocks_of(int(rows), hidden, vocabulary, pitch, None, H200.num_sms)
+        room = found.room(int(rows), pitch) if found.cols is None else 0
+        size = cost.Problem(found.rows, hidden, vocabulary, (False, True))
+        config = products._config(size, room=room)
+        sums = 4 * config.split_k * size.m * size.n if config.second_kernel else 0
+        assert sums <= room and (not room or 2 * found.rows * pitch + room <= blocks.BYTES_MAX)
+        assert not products._config(size).second_kernel and (rows != 332 or config.second_kernel)
+        in_parts += config.second_kernel
+    assert 1 < in_parts < 30
 
 
 def compiled_whole(fn, *avals, donate_argnums=()):

@@ -282,7 +282,8 @@ def moe(
     is_gated = b_gate_up is None and swiglu_limit is None and not is_packed
     num, num_experts = top_k * len(tokens), router_logits.shape[-1]
     tiles = ()
-    if group_offset is None and num_experts > SCANNED_MAX:  # Otherwise the products need no table, or another one.
+    # Products of few experts read no table, and with `group_offset` they make their own.
+    if group_offset is None and num_experts > SCANNED_MAX:
         tiles = _tiles_of(num, num_experts, tokens, w_gate_up, w_down, is_gated, num_sms)
     routing = route(router_logits.reshape(len(tokens), -1), top_k, renormalize, tiles)
     places = routing._replace(weights=None, experts=None)
