@@ -114,6 +114,22 @@ class Part:
         bits = lambda ref: threads.bits(ref, self.place(p), self.plan.vec, interpreted)
         return row.read(lambda ref: self.values(ref, p), bits)
 
+    def ahead(self, row: Logits, visit, state, num: int, interpreted: bool):
+        """`state = visit(p, logits, state)` for each piece, of which the next `num` are being loaded meanwhile; in the
+        end perhaps for some behind the last, which have no fresh columns."""
+        num = min(num, self.plan.num_pieces)
+        load = lambda p: self.logits(row, jnp.minimum(p, self.plan.num_pieces - 1), interpreted)
+
+        def some(g, state):
+            state, loaded = state
+            following = []
+            for i, x in enumerate(loaded):
+                state = visit(g * num + i, x, state)
+                following.append(load((g + 1) * num + i))
+            return state, following
+
+        return lax.fori_loop(0, pl.cdiv(self.plan.num_pieces, num), some, (state, [load(p) for p in range(num)]))[0]
+
     def best(self, row: Logits, score_of, interpreted: bool):
         """(scores, columns): the highest of the keys that `score_of` makes of logits and columns, of those that have
         the same place in their pieces."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The highest of a row's logits with noise, or the highest few: a block of one warpgroup takes a part of a row.
+"""The highest of a row's logits with noise, or a chain of them: a block of one warpgroup takes a part of a row.
 
 A score takes noise, and noise takes two logarithms and a series. So the loop over a part's pieces makes a bound of each
 score instead, by one logarithm; it is at least the score, and hardly more for a score that is high. Each thread
@@ -7,8 +7,11 @@ remembers in which piece its highest bound lies, and the second highest of its p
 in the loop, and the next pieces are being loaded meanwhile.
 
 After the loop each thread makes one score, that of its highest bound. The best of these is the block's if it is above
-all other bounds. If it is not, a thread has had two of the best, and the block makes all scores. A block that hands on
-its best few adds the highest bound that is left, so that whoever reads them knows how far their order is right.
+all other bounds. If it is not, a thread has had two of the best, and the block makes all scores.
+
+A chain is the best, then the best among the logits above its logit, and so on up to the highest logit: the candidates
+of a draw that keeps only high logits, because one that is refused takes all lower ones with it. A block adds the
+highest bound of what its chain leaves out, so that whoever joins the blocks' chains knows how far the order is right.
 
 Barriers: the reductions have their own. Bound by: the instructions of the noise's bits and bounds, 25 per value, and
 nearly as much by memory, one read.
@@ -34,8 +37,7 @@ from .plan import Plan, plan_of
 BLOCKS_PER_SM = 4
 AHEAD = 2  # Pieces that are being loaded while others are looked at.
 SCORED = 8  # Values of a thread in a piece.
-OF_MINUS_INFINITY = -(2**31) + 2**23 - 1  # Its key.
-SLOTS = 8  # A block hands on its best scores, at most 7, and then the bound of all that is left.
+SLOTS = 8  # A block hands on a chain of at most 7, and then the bound of all that is left.
 UNKNOWN = -1  # The column of that bound.
 FEW, ENOUGH = 4, 0.85
 
@@ -49,15 +51,22 @@ def best_plan(rows: int, cols: int, num_sms: int) -> Plan:
     return dataclasses.replace(plan, part=num_pieces * plan.piece)
 
 
-def num_wanted(top_p):
+def num_wanted(top_p, distance):
     """Each candidate is refused with a probability of 1 - top_p. Where that is low, fewer are enough."""
-    return jnp.where(top_p >= ENOUGH, FEW, SLOTS - 1)
+    return jnp.where((top_p >= ENOUGH) & (distance == -jnp.inf), FEW, SLOTS - 1)
 
 
 def first(score, column):
     """The highest of scores and its column, of equal ones the lowest."""
     top = jnp.max(score)
     return top, jnp.min(jnp.where(score == top, column, HIGHEST))
+
+
+def link(score, column, value):
+    """(score, column, value) of the next in a chain, and the scores that are left after it: those of higher values."""
+    top, best = first(score, column)
+    highest = jnp.max(jnp.where((score == top) & (column == best), value, LOWEST))
+    return (top, best, highest), jnp.where(value > highest, score, LOWEST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,37 +82,27 @@ class Scores:
 
     def _promising(self):
         """(128,), (128,): the piece with each thread's highest bound, and the highest bound of its other pieces."""
-        part, plan = self.part, self.part.plan
-        ahead, zeros = min(AHEAD, plan.num_pieces), threads.number() * 0
+        part, plan, zeros = self.part, self.part.plan, threads.number() * 0
         # The last part may end before its pieces do; a piece must not be looked at twice.
         count = jnp.minimum(plan.num_pieces, pl.cdiv(plan.cols - lax.axis_index("part") * plan.part, plan.piece))
-        load = lambda p: part.logits(self.row, jnp.minimum(p, plan.num_pieces - 1), self.interpreted)
 
-        def look(p, x, highest, piece, rest):
+        def look(p, x, state):
+            highest, piece, rest = state
             bound = self._highest(self.bound_of(x, part.place(p)))
             bound = jnp.where(zeros + p < count, self.raised(bound), -jnp.inf)
             is_higher = bound > highest
             rest = jnp.maximum(rest, jnp.where(is_higher, highest, bound))
             return jnp.where(is_higher, bound, highest), jnp.where(is_higher, p, piece), rest
 
-        def some(g, state):
-            *seen, loaded = state
-            following = []
-            for i, x in enumerate(loaded):
-                seen = look(g * ahead + i, x, *seen)
-                following.append(load((g + 1) * ahead + i))
-            return *seen, following
-
         lowest = zeros.astype(jnp.float32) - jnp.inf
-        state = lowest, zeros, lowest, [load(p) for p in range(ahead)]
-        return lax.fori_loop(0, pl.cdiv(plan.num_pieces, ahead), some, state)[1:3]
+        return part.ahead(self.row, look, (lowest, zeros, lowest), AHEAD, self.interpreted)[1:]
 
     def _highest(self, x):
         return threads.highest(x, self.part.plan.vec, self.interpreted)
 
     def candidates(self):
-        """(128,) each: the score of each thread's logit with the highest bound, its column, and a bound of the thread's
-        other scores."""
+        """(128,) each: the score of each thread's logit with the highest bound, its column, the logit's key, and a
+        bound of the thread's other scores."""
         part, vec, interpreted = self.part, self.part.plan.vec, self.interpreted
         spread = lambda x: threads.spread(x, part.plan.piece, vec, interpreted)
         if part.plan.num_pieces == 1:
@@ -119,39 +118,41 @@ class Scores:
         bound = jnp.where(bound == bound, bound, -jnp.inf)
         place = ~self._highest(jnp.where(bound == spread(self._highest(bound)), ~column, LOWEST))
         is_here = column == spread(place)
-        score = self.score_of(self._highest(jnp.where(is_here, x.astype(jnp.float32), -jnp.inf)), place)
+        value = self._highest(jnp.where(is_here, x.astype(jnp.float32), -jnp.inf))
         rest = jnp.maximum(rest, self.raised(self._highest(jnp.where(is_here, -jnp.inf, bound))))
-        return score, place, jnp.where(rest > -jnp.inf, to_key(rest), LOWEST)
+        return self.score_of(value, place), place, to_key(value), jnp.where(rest > -jnp.inf, to_key(rest), LOWEST)
 
     def best(self):
-        score, place, rest = self.candidates()
+        score, place, _, rest = self.candidates()
         found = first(score, place)
         everywhere = lambda: first(*self.part.best(self.row, self.score_of, self.interpreted))
         return lax.cond(found[0] > jnp.max(rest), lambda: found, everywhere)
 
 
-def _best(*refs, plan: Plan, of_refs, num: int, score_of, bound_of, interpreted: bool):
-    top_p_gmem, *of_row, out_gmem, index_gmem = refs[num:]
+def _best(*refs, plan: Plan, of_refs, num_outs: int, score_of, bound_of, interpreted: bool):
+    refs, outs = refs[:-num_outs], refs[-num_outs:]
+    x, of_row, limits = of_refs(refs)
     row, block = lax.axis_index("rows"), lax.axis_index("part")
     numbers = [number_of(ref, row) for ref in of_row]
     here = (functools.partial(of, *numbers) for of in (score_of, *bound_of))
-    scores = Scores(Part(plan, None, None), of_refs(refs[:num]).of_row(row), *here, interpreted)
-    if out_gmem.shape[1] == plan.num_parts:
-        out_gmem[row, block], index_gmem[row, block] = scores.best()
-        return
-    score, place, rest = scores.candidates()
+    scores = Scores(Part(plan, None, None), x.of_row(row), *here, interpreted)
 
-    def store(j, score, column):
-        out_gmem[row, block * SLOTS + j] = score
-        index_gmem[row, block * SLOTS + j] = column
+    def store(at, *found):
+        for out_gmem, number in zip(outs, found, strict=True):
+            out_gmem[row, at] = number
+
+    if limits is None:
+        store(block, *scores.best())
+        return
+    score, place, value, rest = scores.candidates()
 
     def take(j, score):
-        best, column = first(score, place)
-        store(j, best, jnp.where(best == LOWEST, UNKNOWN, column))
-        return jnp.where(place == column, LOWEST, score)
+        (best, column, highest), score = link(score, place, value)
+        store(block * SLOTS + j, best, jnp.where(best == LOWEST, UNKNOWN, column), highest)
+        return score
 
-    lax.fori_loop(0, num_wanted(number_of(top_p_gmem, row)), take, score)
-    store(SLOTS - 1, jnp.max(rest), jnp.int32(UNKNOWN))
+    left = lax.fori_loop(0, num_wanted(*(number_of(ref, row) for ref in limits)), take, score)
+    store(block * SLOTS + SLOTS - 1, jnp.maximum(jnp.max(rest), jnp.max(left)), jnp.int32(UNKNOWN), jnp.int32(HIGHEST))
 
 
 def _first_of_highest(this, other):
@@ -159,18 +160,20 @@ def _first_of_highest(this, other):
     return tuple(jnp.where(is_this, a, b) for a, b in zip(this, other, strict=True))
 
 
-def _found(logits: Logits, top_p, score_of, bound_of, of_row, target: _host.Target, params):
+def _found(logits: Logits, limits, score_of, bound_of, of_row, target: _host.Target, params):
     plan = best_plan(*logits.shape, target.num_sms)
-    arrays, of_refs = leaves(logits)
-    statics = dict(plan=plan, of_refs=of_refs, num=len(arrays), score_of=score_of, bound_of=bound_of)
-    width = pl.cdiv(plan.num_parts * SLOTS, WARPGROUP) * WARPGROUP if top_p is not None else plan.num_parts
+    arrays, of_refs = leaves((logits, of_row, limits))
+    width, num_outs = (
+        (plan.num_parts, 2) if limits is None else (pl.cdiv(plan.num_parts * SLOTS, WARPGROUP) * WARPGROUP, 3)
+    )
+    statics = dict(plan=plan, of_refs=of_refs, num_outs=num_outs, score_of=score_of, bound_of=bound_of)
     return _host.kernel(
         functools.partial(_best, **statics, interpreted=target.interpreted),
-        out_type=(jax.ShapeDtypeStruct((logits.shape[0], width), jnp.int32),) * 2,
+        out_type=(jax.ShapeDtypeStruct((logits.shape[0], width), jnp.int32),) * num_outs,
         grid=(logits.shape[0], plan.num_parts),
         grid_names=("rows", "part"),
         compiler_params=params,
-    )(*arrays, np.ones(1, np.float32) if top_p is None else top_p, *of_row)
+    )(*arrays)
 
 
 def best(logits: Logits, score_of, bound_of, of_row, target: _host.Target, params):
@@ -185,22 +188,23 @@ def best(logits: Logits, score_of, bound_of, of_row, target: _host.Target, param
     return lax.reduce(tuple(found), (np.int32(LOWEST), np.int32(HIGHEST)), _first_of_highest, (1,))[1]
 
 
-def best_few(logits: Logits, top_p, score_of, bound_of, of_row, target: _host.Target, params):
-    """(scores, columns), (rows, width) each, SLOTS of each part of a row: its `num_wanted(top_p)` highest scores and,
-    in the last one, with the column UNKNOWN, a bound of all that are not among them."""
-    return tuple(_found(logits, top_p, score_of, bound_of, of_row, target, params))
+def chains(logits: Logits, limits, score_of, bound_of, of_row, target: _host.Target, params):
+    """(scores, columns, keys of logits), (rows, width) each, SLOTS of each part of a row: the first of its chain, as
+    many as `num_wanted(*limits)`, and in the last slot, with the column UNKNOWN, a bound of all scores that it leaves
+    out."""
+    return tuple(_found(logits, limits, score_of, bound_of, of_row, target, params))
 
 
-def best_of_row(scores_gmem, columns_gmem, num_slots: int, num: int):
-    """Columns of the `num` highest scores of a row, of those that `best_few` found, in order. Behind UNKNOWN, which
-    comes first where its bound equals a score, the order is not known."""
-    slot = plgpu.broadcasted_iota(jnp.int32, scores_gmem.shape, 0, layout=threads.PER_THREAD)
+def joined(chains, num_slots: int, num: int):
+    """[(column, key of the logit)], the first `num` of a row's chain, of `chains` in global memory. From where it is
+    not known on the columns are UNKNOWN; a bound that equals a score comes before it."""
+    slot = plgpu.broadcasted_iota(jnp.int32, chains[0].shape, 0, layout=threads.PER_THREAD)
     place = slot & (SLOTS - 1)
     is_filled = ((place < num) | (place == SLOTS - 1)) & (slot < num_slots)
-    score, column = (_device.load(ref, threads.PER_THREAD) for ref in (scores_gmem, columns_gmem))
+    score, column, value = (_device.load(ref, threads.PER_THREAD) for ref in chains)
     score, column = jnp.where(is_filled, score, LOWEST), jnp.where(is_filled, column, UNKNOWN)
-    columns = []
+    found = []
     for _ in range(num):
-        columns.append(first(score, column)[1])
-        score = jnp.where(column == columns[-1], LOWEST, score)
-    return columns
+        (_, *of_best), score = link(score, column, value)
+        found.append(tuple(of_best))
+    return found

@@ -32,7 +32,7 @@ import numpy as np
 
 from .. import _host
 from .._device import WARPGROUP
-from . import kernel, kernel_best, kernel_draw, kernel_mass, noise
+from . import kernel, kernel_best, kernel_choose, kernel_draw, kernel_mass, noise
 from .kernel_draw import inverse
 from .kernel_mass import logit_key
 from .logits import BITS, Logits, logit, packed, widened
@@ -87,15 +87,15 @@ def _distance(min_p, temperature):
 
 def _of_candidates(logits, limits, of_row, target, params):
     _, top_p, min_p = limits
-    candidates = kernel_best.best_few(logits, top_p, _score, (_bound, _raised), of_row, target, params)
-    parts = kernel_mass.masses(logits, of_row[2], top_p, candidates, target, params)
-    return kernel_mass.choose(logits, parts, top_p, _distance(min_p, of_row[2]), _score, of_row, target, params)
+    limits, bound_of = (top_p, _distance(min_p, of_row[2])), (_bound, _raised)
+    candidates = kernel_best.chains(logits, limits, _score, bound_of, of_row, target, params)
+    parts = kernel_mass.masses(logits, of_row[2], limits, candidates, target, params)
+    return kernel_choose.choose(logits, parts, limits, _score, bound_of, of_row, target, params)
 
 
 def _log_probabilities(logits, tokens, num: int, target, params):
     """(of the tokens, the `num` best, their tokens), of softmax(logits)."""
-    one = np.ones(1, np.float32)
-    parts = kernel_mass.masses(logits, one, one, (tokens[:, None],) * 2, target, params)
+    parts = kernel_mass.masses(logits, np.ones(1, np.float32), None, tokens, target, params)
     log_sum, chosen = kernel_mass.log_sum(parts, logits.shape[1])[:, None], parts[:, 3, :1]
     best, index = chosen[:, :0], jnp.zeros((len(tokens), 0), jnp.int32)
     if num:
