@@ -65,7 +65,7 @@ def first(score, column):
 def link(score, column, value):
     """(score, column, value) of the next in a chain, and the scores that are left after it: those of higher values."""
     top, best = first(score, column)
-    highest = jnp.max(jnp.where((score == top) & (column == best), value, LOWEST))
+    highest = jnp.max(jnp.where((score == top) & (column == best), value, -jnp.inf))
     return (top, best, highest), jnp.where(value > highest, score, LOWEST)
 
 
@@ -101,8 +101,8 @@ class Scores:
         return threads.highest(x, self.part.plan.vec, self.interpreted)
 
     def candidates(self):
-        """(128,) each: the score of each thread's logit with the highest bound, its column, the logit's key, and a
-        bound of the thread's other scores."""
+        """(128,) each: the score of each thread's logit with the highest bound, its column, the logit, and a bound of
+        the thread's other scores."""
         part, vec, interpreted = self.part, self.part.plan.vec, self.interpreted
         spread = lambda x: threads.spread(x, part.plan.piece, vec, interpreted)
         if part.plan.num_pieces == 1:
@@ -120,7 +120,7 @@ class Scores:
         is_here = column == spread(place)
         value = self._highest(jnp.where(is_here, x.astype(jnp.float32), -jnp.inf))
         rest = jnp.maximum(rest, self.raised(self._highest(jnp.where(is_here, -jnp.inf, bound))))
-        return self.score_of(value, place), place, to_key(value), jnp.where(rest > -jnp.inf, to_key(rest), LOWEST)
+        return self.score_of(value, place), place, value, jnp.where(rest > -jnp.inf, to_key(rest), LOWEST)
 
     def best(self):
         score, place, _, rest = self.candidates()
@@ -152,7 +152,9 @@ def _best(*refs, plan: Plan, of_refs, num_outs: int, score_of, bound_of, interpr
         return score
 
     left = lax.fori_loop(0, num_wanted(*(number_of(ref, row) for ref in limits)), take, score)
-    store(block * SLOTS + SLOTS - 1, jnp.maximum(jnp.max(rest), jnp.max(left)), jnp.int32(UNKNOWN), jnp.int32(HIGHEST))
+    store(
+        block * SLOTS + SLOTS - 1, jnp.maximum(jnp.max(rest), jnp.max(left)), jnp.int32(UNKNOWN), jnp.float32(jnp.inf)
+    )
 
 
 def _first_of_highest(this, other):
@@ -163,13 +165,13 @@ def _first_of_highest(this, other):
 def _found(logits: Logits, limits, score_of, bound_of, of_row, target: _host.Target, params):
     plan = best_plan(*logits.shape, target.num_sms)
     arrays, of_refs = leaves((logits, of_row, limits))
-    width, num_outs = (
-        (plan.num_parts, 2) if limits is None else (pl.cdiv(plan.num_parts * SLOTS, WARPGROUP) * WARPGROUP, 3)
-    )
-    statics = dict(plan=plan, of_refs=of_refs, num_outs=num_outs, score_of=score_of, bound_of=bound_of)
+    width, kinds = plan.num_parts, [jnp.int32, jnp.int32]
+    if limits is not None:
+        width, kinds = pl.cdiv(plan.num_parts * SLOTS, WARPGROUP) * WARPGROUP, [*kinds, jnp.float32]
+    statics = dict(plan=plan, of_refs=of_refs, num_outs=len(kinds), score_of=score_of, bound_of=bound_of)
     return _host.kernel(
         functools.partial(_best, **statics, interpreted=target.interpreted),
-        out_type=(jax.ShapeDtypeStruct((logits.shape[0], width), jnp.int32),) * num_outs,
+        out_type=tuple(jax.ShapeDtypeStruct((logits.shape[0], width), kind) for kind in kinds),
         grid=(logits.shape[0], plan.num_parts),
         grid_names=("rows", "part"),
         compiler_params=params,
@@ -189,14 +191,14 @@ def best(logits: Logits, score_of, bound_of, of_row, target: _host.Target, param
 
 
 def chains(logits: Logits, limits, score_of, bound_of, of_row, target: _host.Target, params):
-    """(scores, columns, keys of logits), (rows, width) each, SLOTS of each part of a row: the first of its chain, as
+    """(scores, columns, logits), (rows, width) each, SLOTS of each part of a row: the first of its chain, as
     many as `num_wanted(*limits)`, and in the last slot, with the column UNKNOWN, a bound of all scores that it leaves
     out."""
     return tuple(_found(logits, limits, score_of, bound_of, of_row, target, params))
 
 
 def joined(chains, num_slots: int, num: int):
-    """[(column, key of the logit)], the first `num` of a row's chain, of `chains` in global memory. From where it is
+    """[(column, logit)], the first `num` of a row's chain, of `chains` in global memory. From where it is
     not known on the columns are UNKNOWN; a bound that equals a score comes before it."""
     slot = plgpu.broadcasted_iota(jnp.int32, chains[0].shape, 0, layout=threads.PER_THREAD)
     place = slot & (SLOTS - 1)

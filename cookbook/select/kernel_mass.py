@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from .. import _host
 from .._device import WARPGROUP
 from . import kernel_best, threads
-from .kernel import LOWEST, Part, from_key, to_key
+from .kernel import Part, to_key
 from .kernel_best import UNKNOWN, best_plan, joined, num_wanted
 from .kernel_draw import LOWEST_FLOAT, inverse, share_of
 from .logits import Logits, leaves, logit, number_of
@@ -60,18 +60,18 @@ def _masses(*refs, plan: Plan, of_refs, num_slots: int, interpreted: bool):
     x = part.logits(x_row, 0, interpreted)  # In flight while candidates are compared.
     if limits is None:
         num, column = 1, given[row]
-        chain = [(column, to_key(logit(x_row.at(column))))]
+        chain = [(column, logit(x_row.at(column)))]
     else:
         num, most = num_wanted(*(number_of(ref, row) for ref in limits)), kernel_best.SLOTS - 1
         some = lambda n: joined([ref.at[row] for ref in given], num_slots, n)
-        few = lambda: some(kernel_best.FEW) + [(jnp.int32(UNKNOWN), jnp.int32(LOWEST))] * (most - kernel_best.FEW)
+        few = lambda: some(kernel_best.FEW) + [(jnp.int32(UNKNOWN), jnp.float32(jnp.inf))] * (most - kernel_best.FEW)
         chain = lax.cond(num == kernel_best.FEW, few, lambda: some(most))
     columns, values = zip(*chain, strict=True)
     x, top, share, total = shares(part, 0, x, scale, interpreted)
     out_gmem[row, 0, block], out_gmem[row, 1, block] = top, total(share)
 
     def sum_above(j, _):  # In a loop, because the compiler would sum up for several at once, out of registers.
-        column, value = nth(columns, j), from_key(nth(values, j), jnp.float32)
+        column, value = nth(columns, j), nth(values, j)
         is_above = lambda: total(jnp.where(x > value, share, 0.0))
         above = lax.cond((column != UNKNOWN) & (value < top), is_above, lambda: jnp.float32(0.0))
         for i, number in enumerate((above, value, column.astype(jnp.float32))):

@@ -46,8 +46,8 @@ class Plan:
 
     @property
     def unroll(self) -> int:
-        """Pieces that are loaded at once."""
-        return 2 if self.num_pieces % 2 == 0 else 1
+        """Pieces that are loaded at once: more where a block has an SM nearly for itself."""
+        return next(n for n in ((5, 4, 3, 2, 1) if self.stage else (2, 1)) if self.num_pieces % n == 0)
 
     @property
     def num_parts(self) -> int:
