@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One stage of a selection: the k largest keys of each part of a row, with their columns.
 
-A key is an int32 that is ordered as the values are; of equal keys the one with the lower index goes first. A warpgroup
+Keys are ordered as the values are (`part.py`); of equal keys the one with the lower index goes first. A warpgroup
 per block loads a part of a row into registers, once, and then:
 
 1. `search` finds a threshold that at least k keys reach, and few more. It halves an interval of keys and counts how
@@ -17,7 +17,6 @@ Barriers: the reductions have their own; `threads.sync` stands between a store t
 Bound by: memory, one read. Not supported: more than 2**24 columns.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -27,30 +26,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
-from .._device import WARPGROUP, Ref
+from .._device import WARPGROUP
 from . import logits, threads
 from .logits import Logits
+from .part import HIGHEST, LOWEST, Part, from_key, to_key
 from .plan import Plan, plan_of
 from .sort import sort
-
-LOWEST, HIGHEST = -(2**31), 2**31 - 1
-
-
-def to_key(x):
-    """int32 in the order of `x`: as its bits, of which those after the sign are inverted for a negative number."""
-    if x.dtype == jnp.int32:
-        return x
-    bits = 8 * x.dtype.itemsize
-    key = lax.bitcast_convert_type(x, jnp.int32 if bits == 32 else jnp.int16).astype(jnp.int32)
-    return key ^ ((key >> 31) & (2 ** (bits - 1) - 1))
-
-
-def from_key(key, dtype):
-    if dtype == jnp.int32:
-        return key
-    bits = 8 * jnp.dtype(dtype).itemsize
-    key = key ^ ((key >> 31) & (2 ** (bits - 1) - 1))
-    return lax.bitcast_convert_type(key if bits == 32 else key.astype(jnp.int16), dtype)
 
 
 def search(count, k: int, most: int, low, high, reached):
@@ -72,152 +53,33 @@ def search(count, k: int, most: int, low, high, reached):
     return low, reached
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A block's part of a row: its keys in shared memory, and their indices."""
+def _bound(part: Part, maxima):
+    """(threshold, last, counts): by which at least `k` keys are taken, if there are as many, and at most `slots`;
+    and how many are, of those that have the same place in their pieces."""
+    plan, low, high = part.plan, jnp.int32(LOWEST), jnp.int32(HIGHEST)
+    if plan.part <= plan.slots:
+        return low, high, part.num_taken(low, high)
+    top = jnp.max(maxima)
+    if plan.k == 1:
+        low = top
+    elif plan.num_maxima >= plan.k:
+        count = lambda threshold: jnp.sum((maxima >= threshold).astype(jnp.int32))
+        # Few maxima for each key that is wanted stand for more keys: those are not to be too many.
+        most = plan.k + plan.k // (8 if plan.num_maxima >= 4 * plan.k else 32)
+        low, _ = search(count, plan.k, most, jnp.min(maxima), top, jnp.int32(plan.num_maxima))
+    counts = part.num_reaching(low)
+    reached = jnp.sum(counts)
 
-    plan: Plan
-    index_gmem: Ref  # The indices that columns stand for; or None, for themselves.
-    keys_smem: Ref
+    def go_on():
+        count = lambda threshold: jnp.sum(part.num_reaching(threshold))
+        threshold, still = search(count, plan.k, plan.slots, low, top, reached)
+        # Too many keys are equal: how far the indices go, as what is highest of their complements.
+        count = lambda complement: jnp.sum(part.num_taken(threshold, ~complement))
+        last = ~search(count, plan.k, plan.slots, jnp.int32(LOWEST), high, still)[0]
+        return threshold, last, part.num_taken(threshold, last)
 
-    @property
-    def _layout(self):
-        return threads.strided(self.plan.vec)
-
-    def column(self):
-        return plgpu.broadcasted_iota(jnp.int32, (self.plan.piece,), 0, layout=self._layout)
-
-    def _turn(self, p):
-        """(turn, start): the column where it is the turn of piece `p`, and where the piece starts: the last is shifted
-        back to end with the row."""
-        turn = lax.axis_index("part") * self.plan.part + p * self.plan.piece
-        return turn, jnp.minimum(turn, self.plan.cols - self.plan.piece)
-
-    def is_fresh(self, p):
-        """Where piece `p` has columns that no piece before has."""
-        turn, start = self._turn(p)
-        return self.column() >= turn - start
-
-    def _at(self, p):
-        return self.keys_smem.at[pl.ds(p * self.plan.piece, self.plan.piece)]
-
-    def over(self, visit, state):
-        """`state = visit(p, state)` for each piece."""
-        return lax.fori_loop(0, self.plan.num_pieces, visit, state)
-
-    def values(self, ref, p):
-        """Those of piece `p` of `ref`, a row in global memory."""
-        return _device.load(ref.at[pl.ds(self._turn(p)[1], self.plan.piece)], self._layout)
-
-    def logits(self, row: Logits, p, interpreted: bool):
-        """Those of piece `p` of a row, changed."""
-        bits = lambda ref: threads.bits(ref, self.place(p), self.plan.vec, interpreted)
-        return row.read(lambda ref: self.values(ref, p), bits)
-
-    def ahead(self, row: Logits, visit, state, num: int, interpreted: bool):
-        """`state = visit(p, logits, state)` for each piece, of which the next `num` are being loaded meanwhile; in the
-        end perhaps for some behind the last, which have no fresh columns."""
-        num = min(num, self.plan.num_pieces)
-        load = lambda p: self.logits(row, jnp.minimum(p, self.plan.num_pieces - 1), interpreted)
-
-        def some(g, state):
-            state, loaded = state
-            following = []
-            for i, x in enumerate(loaded):
-                state = visit(g * num + i, x, state)
-                following.append(load((g + 1) * num + i))
-            return state, following
-
-        return lax.fori_loop(0, pl.cdiv(self.plan.num_pieces, num), some, (state, [load(p) for p in range(num)]))[0]
-
-    def best(self, row: Logits, score_of, interpreted: bool):
-        """(scores, columns): the highest of the keys that `score_of` makes of logits and columns, of those that have
-        the same place in their pieces."""
-
-        def better(p, best):
-            score = jnp.where(self.is_fresh(p), score_of(self.logits(row, p, interpreted), self.place(p)), LOWEST)
-            is_better = score > best[0]  # Pieces come in order: of equal scores the first stays.
-            return jnp.where(is_better, score, best[0]), jnp.where(is_better, self.place(p), best[1])
-
-        return self.over(better, (self.column() * 0 + LOWEST, self.column() * 0 + HIGHEST))
-
-    def load(self, x: Logits, key_of, interpreted: bool):
-        """Fills `keys_smem`. Returns the maxima of groups of keys."""
-        plan = self.plan
-
-        def some(g, maxima):
-            pieces = [g * plan.unroll + u for u in range(plan.unroll)]
-            loaded = [self.logits(x, p, interpreted) for p in pieces]  # All in flight at once.
-            for p, values in zip(pieces, loaded, strict=True):
-                keys = jnp.where(self.is_fresh(p), key_of(values, self.place(p)), LOWEST)
-                _device.store(self._at(p), keys)
-                maxima = jnp.maximum(maxima, threads.fold(keys, plan.num_maxima, plan.vec, interpreted))
-            return maxima
-
-        lowest = plgpu.broadcasted_iota(jnp.int32, (plan.num_maxima,), 0, layout=self._layout) * 0 + LOWEST
-        maxima = lax.fori_loop(0, plan.num_pieces // plan.unroll, some, lowest)
-        threads.sync(interpreted)  # Threads of a warp may store each other's keys.
-        return maxima
-
-    def key(self, p):
-        return _device.load(self._at(p), self._layout)
-
-    def place(self, p):
-        """The columns of piece `p`."""
-        return self._turn(p)[1] + self.column()
-
-    def _rank(self, p):
-        """The indices of piece `p`."""
-        return self.place(p) if self.index_gmem is None else self.values(self.index_gmem, p)
-
-    def taken(self, p, threshold, last):
-        """Which keys of piece `p` are above the threshold, or at it with an index up to `last`: 1, otherwise 0."""
-        key = self.key(p)
-
-        def exactly():
-            tied = (key == threshold) & self.is_fresh(p) & (self._rank(p) <= last)
-            return ((key > threshold) | tied).astype(jnp.int32)
-
-        # Keys that stand for no column are the lowest.
-        is_simple = (last == HIGHEST) & (threshold > LOWEST)
-        return lax.cond(is_simple, lambda: (key >= threshold).astype(jnp.int32), exactly)
-
-    def num_taken(self, threshold, last):
-        """How many are, of those that have the same place in their pieces."""
-        return self.over(lambda p, so_far: so_far + self.taken(p, threshold, last), self.column() * 0)
-
-    def num_reaching(self, threshold):
-        """How many keys reach it, of those that have the same place in their pieces."""
-        count = lambda p, so_far: so_far + (self.key(p) >= threshold).astype(jnp.int32)
-        return self.over(count, self.column() * 0)
-
-    def bound(self, maxima):
-        """(threshold, last, counts): by which at least `k` keys are taken, if there are as many, and at most `slots`;
-        and how many are, of those that have the same place in their pieces."""
-        plan, low, high = self.plan, jnp.int32(LOWEST), jnp.int32(HIGHEST)
-        if plan.part <= plan.slots:
-            return low, high, self.num_taken(low, high)
-        top = jnp.max(maxima)
-        if plan.k == 1:
-            low = top
-        elif plan.num_maxima >= plan.k:
-            count = lambda threshold: jnp.sum((maxima >= threshold).astype(jnp.int32))
-            # Few maxima for each key that is wanted stand for more keys: those are not to be too many.
-            most = plan.k + plan.k // (8 if plan.num_maxima >= 4 * plan.k else 32)
-            low, _ = search(count, plan.k, most, jnp.min(maxima), top, jnp.int32(plan.num_maxima))
-        counts = self.num_reaching(low)
-        reached = jnp.sum(counts)
-
-        def go_on():
-            count = lambda threshold: jnp.sum(self.num_reaching(threshold))
-            threshold, still = search(count, plan.k, plan.slots, low, top, reached)
-            # Too many keys are equal: how far the indices go, as what is highest of their complements.
-            count = lambda complement: jnp.sum(self.num_taken(threshold, ~complement))
-            last = ~search(count, plan.k, plan.slots, jnp.int32(LOWEST), high, still)[0]
-            return threshold, last, self.num_taken(threshold, last)
-
-        # Mostly there are few enough, and they are counted already.
-        return lax.cond((reached <= plan.slots) & (low > LOWEST), lambda: (low, high, counts), go_on)
+    # Mostly there are few enough, and they are counted already.
+    return lax.cond((reached <= plan.slots) & (low > LOWEST), lambda: (low, high, counts), go_on)
 
 
 def _collect(part: Part, x: Logits, key_of, key_smem, index_smem, scan_smem, interpreted: bool):
@@ -227,13 +89,19 @@ def _collect(part: Part, x: Logits, key_of, key_smem, index_smem, scan_smem, int
     _device.store(key_smem, jnp.where(slot < 0, slot, LOWEST))  # A constant would need 256 slots at a time.
     _device.store(index_smem, slot + (plan.pad + lax.axis_index("part") * plan.slots))
     maxima = part.load(x, key_of, interpreted)
-    *bound, counts = part.bound(maxima)
+    threshold, last, counts = _bound(part, maxima)
     free = threads.before(threads.totals(counts, plan.vec, interpreted), scan_smem, interpreted)
-    refs = key_smem, index_smem
-    put = lambda p, free: threads.put(
-        refs, part.taken(p, *bound), (part.key(p), part.place(p)), free, plan.vec, interpreted
-    )
-    part.over(put, free)
+    refs, is_sparse = (key_smem, index_smem), plan.k * WARPGROUP < plan.part
+
+    def put_all(taken):
+        put = lambda p, free: threads.put(
+            refs, taken(p), (part.key(p), part.place(p)), free, plan.vec, is_sparse, interpreted
+        )
+        return part.over(put, free)
+
+    is_simple = (last == HIGHEST) & (threshold > LOWEST)
+    reaching, taken = (functools.partial(which, threshold=threshold) for which in (part.reaching, part.taken))
+    lax.cond(is_simple, lambda: put_all(reaching), lambda: put_all(functools.partial(taken, last=last)))
     threads.sync(interpreted)
     if part.index_gmem is not None:  # The slots have places, or what is no index.
         place = _device.load(index_smem, threads.PER_THREAD)
@@ -297,8 +165,8 @@ def select(plan: Plan, x: Logits, index, dtype, target: _host.Target, params, ke
 
 
 def stages(x: Logits, k: int, dtype, target: _host.Target, params, key_of=plain_key, finish=None, numbers=()):
-    """(values, indices), (rows, k) each, of the k largest keys of the rows of `x`, at least 128 columns; or (rows,)
-    that `finish` makes of them."""
+    """(values, indices), (rows, k) each, of the k largest keys of the rows of `x`; or (rows,) that `finish` makes of
+    them."""
     index, stage = None, 0
     while True:
         plan = plan_of(*x.shape, k, stage, target.num_sms)

@@ -30,8 +30,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _device, _host
 from .._device import WARPGROUP
 from . import threads
-from .kernel import HIGHEST, LOWEST, Part, to_key
 from .logits import Logits, leaves, number_of
+from .part import HIGHEST, LOWEST, Part, to_key
 from .plan import Plan, plan_of
 
 BLOCKS_PER_SM = 4

@@ -26,11 +26,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _device, _host
 from .._device import WARPGROUP, Ref
 from . import kernel_best, threads
-from .kernel import HIGHEST, LOWEST, Part
 from .kernel_best import UNKNOWN, Scores, first, num_wanted
 from .kernel_draw import inverse, share_of
 from .kernel_mass import nth, part_plan, shares
 from .logits import Logits, leaves, logit, number_of
+from .part import HIGHEST, LOWEST, Part
 from .plan import Plan, plan_of
 
 LISTED = 64  # Tokens of a thread's list. With those of a piece more its arrays leave room for two blocks per SM.
@@ -120,7 +120,7 @@ class Rest:
         def put(p, x, slot):
             has_room = threads.spread(slot, part.plan.piece, vec, interpreted) < WARPGROUP * LISTED
             taken = jnp.where((logit(x) > floor) & part.is_fresh(p) & has_room, WARPGROUP, 0)
-            return threads.put(self.lists[:2], taken, (logit(x), part.place(p)), slot, vec, interpreted)
+            return threads.put(self.lists[:2], taken, (logit(x), part.place(p)), slot, vec, True, interpreted)
 
         return part.ahead(self.scores.row, put, threads.number(), AHEAD, interpreted)
 

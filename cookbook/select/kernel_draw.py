@@ -13,7 +13,7 @@ from jax import lax
 
 from .. import _device
 from . import threads
-from .kernel import HIGHEST, LOWEST, from_key
+from .part import HIGHEST, LOWEST, from_key
 
 LOWEST_FLOAT = float(jnp.finfo(jnp.float32).min)
 

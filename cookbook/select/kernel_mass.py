@@ -19,10 +19,10 @@ from jax.experimental import pallas as pl
 from .. import _host
 from .._device import WARPGROUP
 from . import kernel_best, threads
-from .kernel import Part, to_key
 from .kernel_best import UNKNOWN, best_plan, joined, num_wanted
 from .kernel_draw import LOWEST_FLOAT, inverse, share_of
 from .logits import Logits, leaves, logit, number_of
+from .part import Part, to_key
 from .plan import Plan, plan_of
 
 VALUES = 64  # Values of a part that a thread keeps in registers, so that they are loaded once.

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
 from . import threads
-from .kernel import HIGHEST, LOWEST, from_key, to_key
+from .part import HIGHEST, LOWEST, from_key, to_key
 
 ROWS, LANES = 16, 8  # Rows of a block; threads of a row.
 COLUMNS_MAX, K_MAX = 512, 16  # 128 registers for keys and columns. The rounds depend on each other: few are quick.

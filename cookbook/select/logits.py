@@ -13,12 +13,17 @@ row, x its logit in float32, n[c] how often it has been generated and `seen` whe
 Sets of tokens are packed, 32 in a word: bit c % 32 of word c // 32 stands for token c.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from .. import _host
+
+FLOATS, SETS = (jnp.float32, jnp.bfloat16, jnp.float16), (jnp.bool_, jnp.int32, jnp.uint32)
 BITS = 32  # Tokens in a word.
 
 
@@ -101,19 +106,70 @@ def packed(is_in):
     return lax.bitcast_convert_type(words, jnp.int32)
 
 
-def widened(logits: Logits, columns: int) -> Logits:
-    """With at least so many columns; the added ones are -inf."""
-    more = columns - logits.shape[1]
-    if more <= 0:
-        return logits
-    pad = lambda x, more, value: x if x is None else jnp.pad(x, ((0, 0), (0, more)), constant_values=value)
-    words = lambda x: x if x is None else pad(x, -(-columns // BITS) - x.shape[1], 0)
-    x, bias, counts, prompt, allowed, *numbers = logits
-    return Logits(pad(x, more, -jnp.inf), pad(bias, more, 0), pad(counts, more, 0), words(prompt), words(allowed),
-                  *numbers)  # fmt: skip
-
-
 def leaves(logits: Logits):
     """(arrays, of_refs): what a kernel is given, and how it makes `Logits` of its `Ref`s again."""
     arrays, structure = jax.tree.flatten(logits)
     return arrays, lambda refs: jax.tree.unflatten(structure, refs)
+
+
+def each_row(name: str, x, rows: int, dtype, low=None, high=None, nothing="limit"):
+    """`x`, one number for all rows or one for each, as (1,) or (rows,) of `dtype`: rows of equal ones take a launch."""
+    given, x = x, _host.as_array("sample", name, x)
+    kind = jnp.integer if dtype == jnp.int32 else jnp.floating
+    said = f"{_host.PACKAGE}.sample: {name}"
+    if not jnp.issubdtype(x.dtype, jnp.integer) and not jnp.issubdtype(x.dtype, kind):
+        raise ValueError(f"{said}.dtype is {x.dtype}; must be one of {kind.__name__}: cast it")
+    if x.shape not in ((), (rows,)):
+        raise ValueError(f"{said}.shape={x.shape}; must be () or ({rows},), one for all rows or for each: reshape it")
+    if not isinstance(given, jax.Array):  # A constant inside `jax.jit` as well, where `x` would take a launch.
+        x = np.asarray(given)
+    if low is not None and not isinstance(x, jax.core.Tracer) and not bool(((x >= low) & (x <= high)).all()):
+        raise ValueError(f"{said}={x}; must be from {low} to {high}: pass None for no {nothing}")
+    return x.astype(dtype).reshape(-1)
+
+
+def _tokens(name: str, x, rows: int, columns: int, dtypes, packs: bool = False, each: bool = False):
+    """`x` of every token, (V,) or (1, V) for all rows unless `each` has its own, or (R, V); or of sets of them, words
+    that are packed already."""
+    x, said = _host.as_array("sample", name, x), f"{_host.PACKAGE}.sample: {name}"
+    if x.dtype not in dtypes:
+        raise ValueError(f"{said}.dtype is {x.dtype}; must be {' or '.join(map(str, map(jnp.dtype, dtypes)))}: cast it")
+    is_packed = packs and x.dtype != jnp.bool_
+    width = -(-columns // BITS) if is_packed else columns
+    if x.shape not in [(rows, width)] + [(width,), (1, width)] * (not each):
+        forms = f"({rows}, {width})" if each else f"({rows}, {width}), or ({width},) for all rows"
+        of_what = f", a word for {BITS} tokens" if is_packed else ""
+        raise ValueError(f"{said}.shape={x.shape}; must be {forms}{of_what}: reshape it")
+    x = x.reshape(-1, width)
+    if not packs:
+        return x
+    return lax.bitcast_convert_type(x, jnp.int32) if is_packed else packed(x)
+
+
+def changed_by(logits, *, logit_bias=None, allowed=None, counts=None, prompt=None, repetition_penalty=None,
+             frequency_penalty=None, presence_penalty=None) -> Logits:  # fmt: skip
+    """`logits` with what changes them, checked."""
+    (rows, columns), changes = logits.shape, {}
+    tokens = functools.partial(_tokens, rows=rows, columns=columns)
+    number = functools.partial(each_row, rows=rows, dtype=jnp.float32, nothing="penalty")
+    needs = f"{_host.PACKAGE}.sample: %s without %s; it is for tokens that have occurred: pass {{}}"
+    if logit_bias is not None:
+        changes["bias"] = tokens("logit_bias", logit_bias, dtypes=FLOATS).astype(jnp.float32)
+    if allowed is not None:
+        changes["allowed"] = tokens("allowed", allowed, dtypes=SETS, packs=True)
+    if repetition_penalty is not None:
+        if counts is None and prompt is None:
+            raise ValueError((needs % ("repetition_penalty", "counts or prompt")).format("either"))
+        penalty = number("repetition_penalty", repetition_penalty, low=1e-3, high=1e3)
+        changes |= dict(repetition=penalty, inverse=1.0 / penalty)
+        if prompt is not None:
+            changes["prompt"] = tokens("prompt", prompt, dtypes=SETS, packs=True)
+    penalties = dict(frequency=frequency_penalty, presence=presence_penalty)
+    for name, penalty in penalties.items():
+        if penalty is not None:
+            if counts is None:
+                raise ValueError((needs % (f"{name}_penalty", "counts")).format("how often"))
+            changes[name] = number(f"{name}_penalty", penalty, low=-1e3, high=1e3)
+    if counts is not None and changes.keys() & {"repetition", *penalties}:
+        changes["counts"] = tokens("counts", counts, dtypes=(jnp.int32,), each=True)
+    return Logits(logits, **changes)

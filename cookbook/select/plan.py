@@ -29,7 +29,7 @@ def candidates(k: int) -> int:
 class Plan:
     """Statics of one stage: from each part of a row, its `k` largest keys and perhaps some more."""
 
-    cols: int  # Columns of a row, at least a piece.
+    cols: int  # Columns of a row.
     k: int
     vec: int  # Columns that a thread loads at once.
     loads: int  # A thread makes so many loads for a piece.
@@ -39,6 +39,11 @@ class Plan:
     @property
     def piece(self) -> int:
         return WARPGROUP * self.vec * self.loads
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a row has fewer columns than a block has threads. Other rows have at least a piece."""
+        return self.cols < self.piece
 
     @property
     def num_pieces(self) -> int:

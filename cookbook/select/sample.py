@@ -14,10 +14,10 @@ cut up. There are three ways to a token:
 
 - All are kept: `kernel_best.py` finds the maximum. One read.
 - `top_k`: `kernel.py` leaves the k highest logits in order, and its last stage draws among them (`kernel_draw.py`).
-- `top_p` or `min_p` without it: `kernel_best.py` finds a few of the highest logits with noise, the candidates;
-  `kernel_mass.masses` adds up the probabilities above each of them; the first candidate that is kept is the token,
-  since those before it are not. The threshold itself is never needed. Where no candidate is kept, which for `top_p` of
-  0.9 happens once in about 10**4 rows, `kernel_mass.choose` goes on.
+- `top_p` or `min_p` without it: `kernel_best.py` finds the candidates, each the highest logit with noise among those
+  above the candidate before; `kernel_mass.py` adds up the probabilities above each of them. `kernel_choose.py` takes
+  the first that is kept. The threshold itself is never needed. Where no candidate is kept, which for `top_p` of 0.9
+  happens once in about 10**5 rows, it goes on among the tokens above them.
 
 Bound by: the bits of the noise, about 25 instructions per logit, and memory (one read; top_p and min_p alone two).
 Not supported: gradients.
@@ -31,20 +31,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _host
-from .._device import WARPGROUP
 from . import kernel, kernel_best, kernel_choose, kernel_draw, kernel_mass, noise
 from .kernel_draw import inverse
 from .kernel_mass import logit_key
-from .logits import BITS, Logits, logit, packed, widened
+from .logits import FLOATS, changed_by, each_row, logit
+from .part import LOWEST, to_key
 from .top_k import COLUMNS_MAX, K_MAX
-
-FLOATS, SETS = (jnp.float32, jnp.bfloat16, jnp.float16), (jnp.bool_, jnp.int32, jnp.uint32)
 
 
 def sample_reference(
     logits, seeds, positions, *, temperature=1.0, top_k=None, top_p=None, min_p=None, **changes
 ):  # fmt: skip
-    logits = _changed(jnp.asarray(logits), **changes).everywhere()
+    logits = changed_by(jnp.asarray(logits), **changes).everywhere()
     each = lambda x, default: jnp.broadcast_to(default if x is None else x, logits.shape[:1])[:, None]
     seeds, positions, temperature = (each(x, None) for x in (seeds, positions, temperature))
     order = jnp.argsort(-logit(logits), axis=1, stable=True)
@@ -55,14 +53,14 @@ def sample_reference(
     above = jax.lax.cummax(jnp.where(is_first, jnp.cumsum(share, axis=1) - share, 0.0), axis=1)
     limit = each(top_p, 2.0) * jnp.sum(share, axis=1, keepdims=True)
     kept &= (above < limit) & (share >= each(min_p, 0.0)) | (x == x[:, :1])
-    score = jnp.where(kept, _score(seeds, positions, temperature, x, order.astype(jnp.int32)), kernel.LOWEST)
+    score = jnp.where(kept, _score(seeds, positions, temperature, x, order.astype(jnp.int32)), LOWEST)
     return jnp.take_along_axis(order, jnp.argmax(score, axis=1)[:, None], axis=1)[:, 0]
 
 
 def _score(seed, position, temperature, x, column):
     """A key of the logit with its noise."""
     gumbel = noise.gumbel(noise.row_key(seed, position), column)
-    return kernel.to_key(logit(x) * inverse(temperature) + gumbel * jnp.where(temperature <= 0.0, 0.0, 1.0))
+    return to_key(logit(x) * inverse(temperature) + gumbel * jnp.where(temperature <= 0.0, 0.0, 1.0))
 
 
 def _bound(seed, position, temperature, x, column):
@@ -105,7 +103,6 @@ def _log_probabilities(logits, tokens, num: int, target, params):
 
 @functools.partial(jax.jit, static_argnames=("k", "num_logprobs", "target", "params"))
 def _call(logits, of_row, limits, k: int | None, num_logprobs: int | None, target: _host.Target, params):
-    logits = widened(logits, WARPGROUP)
     if k is not None:
         top_k, top_p, min_p = limits
         numbers = *of_row, top_k, top_p, _distance(min_p, of_row[2])
@@ -118,69 +115,6 @@ def _call(logits, of_row, limits, k: int | None, num_logprobs: int | None, targe
     if num_logprobs is None:
         return tokens
     return tokens, _log_probabilities(logits, tokens, num_logprobs, target, params)
-
-
-def _each_row(name: str, x, rows: int, dtype, low=None, high=None, nothing="limit"):
-    """`x`, one number for all rows or one for each, as (1,) or (rows,) of `dtype`: rows of equal ones take a launch."""
-    given, x = x, _host.as_array("sample", name, x)
-    kind = jnp.integer if dtype == jnp.int32 else jnp.floating
-    said = f"{_host.PACKAGE}.sample: {name}"
-    if not jnp.issubdtype(x.dtype, jnp.integer) and not jnp.issubdtype(x.dtype, kind):
-        raise ValueError(f"{said}.dtype is {x.dtype}; must be one of {kind.__name__}: cast it")
-    if x.shape not in ((), (rows,)):
-        raise ValueError(f"{said}.shape={x.shape}; must be () or ({rows},), one for all rows or for each: reshape it")
-    if not isinstance(given, jax.Array):  # A constant inside `jax.jit` as well, where `x` would take a launch.
-        x = np.asarray(given)
-    if low is not None and not isinstance(x, jax.core.Tracer) and not bool(((x >= low) & (x <= high)).all()):
-        raise ValueError(f"{said}={x}; must be from {low} to {high}: pass None for no {nothing}")
-    return x.astype(dtype).reshape(-1)
-
-
-def _tokens(name: str, x, rows: int, columns: int, dtypes, packs: bool = False, each: bool = False):
-    """`x` of every token, (V,) or (1, V) for all rows unless `each` has its own, or (R, V); or of sets of them, words
-    that are packed already."""
-    x, said = _host.as_array("sample", name, x), f"{_host.PACKAGE}.sample: {name}"
-    if x.dtype not in dtypes:
-        raise ValueError(f"{said}.dtype is {x.dtype}; must be {' or '.join(map(str, map(jnp.dtype, dtypes)))}: cast it")
-    is_packed = packs and x.dtype != jnp.bool_
-    width = -(-columns // BITS) if is_packed else columns
-    if x.shape not in [(rows, width)] + [(width,), (1, width)] * (not each):
-        forms = f"({rows}, {width})" if each else f"({rows}, {width}), or ({width},) for all rows"
-        of_what = f", a word for {BITS} tokens" if is_packed else ""
-        raise ValueError(f"{said}.shape={x.shape}; must be {forms}{of_what}: reshape it")
-    x = x.reshape(-1, width)
-    if not packs:
-        return x
-    return jax.lax.bitcast_convert_type(x, jnp.int32) if is_packed else packed(x)
-
-
-def _changed(logits, *, logit_bias=None, allowed=None, counts=None, prompt=None, repetition_penalty=None,
-             frequency_penalty=None, presence_penalty=None) -> Logits:  # fmt: skip
-    """`logits` with what changes them, checked."""
-    (rows, columns), changes = logits.shape, {}
-    tokens = functools.partial(_tokens, rows=rows, columns=columns)
-    number = functools.partial(_each_row, rows=rows, dtype=jnp.float32, nothing="penalty")
-    needs = f"{_host.PACKAGE}.sample: %s without %s; it is for tokens that have occurred: pass {{}}"
-    if logit_bias is not None:
-        changes["bias"] = tokens("logit_bias", logit_bias, dtypes=FLOATS).astype(jnp.float32)
-    if allowed is not None:
-        changes["allowed"] = tokens("allowed", allowed, dtypes=SETS, packs=True)
-    if repetition_penalty is not None:
-        if counts is None and prompt is None:
-            raise ValueError((needs % ("repetition_penalty", "counts or prompt")).format("either"))
-        penalty = number("repetition_penalty", repetition_penalty, low=1e-3, high=1e3)
-        changes |= dict(repetition=penalty, inverse=1.0 / penalty)
-        if prompt is not None:
-            changes["prompt"] = tokens("prompt", prompt, dtypes=SETS, packs=True)
-    penalties = dict(frequency=frequency_penalty, presence=presence_penalty)
-    for name, penalty in penalties.items():
-        if penalty is not None:
-            if counts is None:
-                raise ValueError((needs % (f"{name}_penalty", "counts")).format("how often"))
-            changes[name] = number(f"{name}_penalty", penalty, low=-1e3, high=1e3)
-    if counts is not None and changes.keys() & {"repetition", *penalties}:
-        changes["counts"] = tokens("counts", counts, dtypes=(jnp.int32,), each=True)
-    return Logits(logits, **changes)
 
 
 def sample(
@@ -256,25 +190,25 @@ def sample(
         raise ValueError(f"{name}: logits.shape={logits.shape}; must be (R, V) with V from 1 to {COLUMNS_MAX}: reshape")
     (rows, columns), most = logits.shape, min(K_MAX, logits.shape[1])
     of_row = (
-        _each_row("seeds", seeds, rows, jnp.int32),
-        _each_row("positions", positions, rows, jnp.int32),
-        _each_row("temperature", temperature, rows, jnp.float32, 0, float(jnp.finfo(jnp.float32).max)),
+        each_row("seeds", seeds, rows, jnp.int32),
+        each_row("positions", positions, rows, jnp.int32),
+        each_row("temperature", temperature, rows, jnp.float32, 0, float(jnp.finfo(jnp.float32).max)),
     )
     k = limits = None
     if top_k is not None:
-        each_k = _each_row("top_k", top_k, rows, jnp.int32, 1, K_MAX)
+        each_k = each_row("top_k", top_k, rows, jnp.int32, 1, K_MAX)
         k = min(int(top_k), columns) if isinstance(top_k, int | np.integer) else most
     if any(limit is not None for limit in (top_k, top_p, min_p)):
         limits = (
             None if top_k is None else each_k,
-            _each_row("top_p", 1.0 if top_p is None else top_p, rows, jnp.float32, 0, 1),
-            None if min_p is None else _each_row("min_p", min_p, rows, jnp.float32, 0, 1),
+            each_row("top_p", 1.0 if top_p is None else top_p, rows, jnp.float32, 0, 1),
+            None if min_p is None else each_row("min_p", min_p, rows, jnp.float32, 0, 1),
         )
     if num_logprobs is not None:
         num_logprobs = _host.option("sample", "num_logprobs", num_logprobs, int)
         if not 0 <= num_logprobs <= most:
             raise ValueError(f"{name}: {num_logprobs=}; must be from 0 to {most} for {columns} columns: pass fewer")
-    changed = _changed(
+    changed = changed_by(
         logits, logit_bias=logit_bias, allowed=allowed, counts=counts, prompt=prompt,
         repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
     )  # fmt: skip

@@ -25,28 +25,30 @@ def sort(key_smem, index_smem, interpreted: bool):
     slot = (at & (WARPGROUP - 1)) * each + (at >> (WARPGROUP.bit_length() - 1))
 
     def partners(array, ref, distance):
-        if distance < each:
-            return threads.of_register(array, distance, interpreted)
-        if distance < each * WARP:
-            return threads.of_lane(array, distance // each, interpreted)
+        if distance < WARP:
+            return threads.of_lane(array, distance, interpreted)
         _device.store(ref, array)
         threads.sync(interpreted)
-        found = threads.gather(ref, at ^ distance // each, 1, interpreted)
+        found = threads.gather(ref, at ^ distance, 1, interpreted)
         threads.sync(interpreted)
         return found
 
-    def meet(state, run, distance):
+    def meet(state, is_up, distance):
+        if distance < each:
+            return threads.in_order(*state, is_up, distance, interpreted)
+        distance //= each  # Of threads.
         key, index = state
         other_key, other_index = map(functools.partial(partners, distance=distance), state, (key_smem, index_smem))
         better = (key > other_key) | ((key == other_key) & (index < other_index))
-        is_front = jnp.where((slot & distance) == 0, 1, 0) ^ jnp.where((slot & run) == 0, 1, 0) ^ 1
-        stays = better.astype(jnp.int32) == is_front
+        is_front = threads.spread(jnp.where((threads.number() & distance) == 0, 1, 0), size, 1, interpreted)
+        stays = better ^ (is_up != is_front)
         return jnp.where(stays, key, other_key), jnp.where(stays, index, other_index)
 
     def stage(s, state):
         run, distance = 2 << s, size // 2
+        is_up = jnp.where((slot & run) == 0, 1, 0)
         while distance:
-            met = functools.partial(meet, run=run, distance=distance)
+            met = functools.partial(meet, is_up=is_up, distance=distance)
             state = lax.cond(distance < run, met, lambda state: state, state)
             distance //= 2
         return state

@@ -124,17 +124,34 @@ def of_lane(x, distance: int, interpreted: bool):
     return exchange(x)
 
 
-def of_register(x, distance: int, interpreted: bool):
-    """`x`, `PER_THREAD`, from the register whose number differs by `distance`."""
+def in_order(key, index, is_up, distance: int, interpreted: bool):
+    """(key, index), `PER_THREAD`, after the registers of each thread whose numbers differ by `distance` have met. The
+    higher key, of equal ones the lower index, goes into the first of both where `is_up` is 1, and else into the second.
+    """
     if interpreted:
-        return x[jnp.arange(x.shape[0]) ^ (distance * WARPGROUP)]
+        place = jnp.arange(key.shape[0])
+        other_key, other_index = (x[place ^ (distance * WARPGROUP)] for x in (key, index))
+        better = (key > other_key) | ((key == other_key) & (index < other_index))
+        stays = better ^ (((place & (distance * WARPGROUP)) == 0) != (is_up != 0))
+        return jnp.where(stays, key, other_key), jnp.where(stays, index, other_index)
 
-    @plgpu.inline_mgpu(arg_types=(PER_THREAD,), return_type=_array(x.shape, x.dtype, PER_THREAD))
-    def exchange(_, x):
-        values = _values(x)
-        return _like(x, [values[i ^ distance] for i in range(len(values))])
+    @plgpu.inline_mgpu(
+        arg_types=(PER_THREAD,) * 3, return_type=[_array(key.shape, jnp.int32, PER_THREAD) for _ in range(2)]
+    )
+    def meet(_, key, index, is_up):
+        compare, (keys, indices) = arith.CmpIPredicate, map(_values, (key, index))
+        for i, up in enumerate(_values(is_up)):
+            j = i ^ distance
+            if i > j:
+                continue
+            tied = arith.andi(arith.cmpi(compare.eq, keys[i], keys[j]), arith.cmpi(compare.slt, indices[i], indices[j]))
+            better = arith.ori(arith.cmpi(compare.sgt, keys[i], keys[j]), tied)
+            stays = arith.cmpi(compare.eq, better, arith.cmpi(compare.ne, up, _i32(0)))
+            for each in (keys, indices):
+                each[i], each[j] = (arith.select(stays, each[a], each[b]) for a, b in ((i, j), (j, i)))
+        return _like(key, keys), _like(index, indices)
 
-    return exchange(x)
+    return tuple(meet(key, index, is_up))
 
 
 def number():
@@ -174,10 +191,11 @@ def fold(x, width: int, vec: int, interpreted: bool):
     return reduce(x)
 
 
-def put(refs, taken, arrays, slot, vec: int, interpreted: bool):
-    """Stores what `arrays` hold where `taken` is 1 in `refs`: each thread into slots of its own, from its `slot` on.
+def put(refs, taken, arrays, slot, vec: int, is_sparse: bool, interpreted: bool):
+    """Stores what `arrays` hold where `taken` is not 0 in `refs`, each thread into its own slots: from its `slot` on,
+    which differ by `taken`.
 
-    Returns each thread's next slot.
+    `is_sparse`: most warps have no value to store in a run of `vec`, which they skip. Returns each thread's next slot.
     """
     if interpreted:
         by_thread = lambda x: x.reshape(-1, WARPGROUP, vec).swapaxes(0, 1).reshape(WARPGROUP, -1)
@@ -193,14 +211,30 @@ def put(refs, taken, arrays, slot, vec: int, interpreted: bool):
         return_type=_array((WARPGROUP,), jnp.int32, PER_THREAD),
     )
     def store(_, refs, taken, arrays, slot):
-        (at,) = _values(slot)
-        for is_taken, *values in zip(_values(taken), *map(_values, arrays), strict=True):
-            some = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, is_taken, _i32(0)))
+        is_some = lambda number: arith.cmpi(arith.CmpIPredicate.ne, number, _i32(0))
+
+        def put_run(run, at):
+            for step, *values in run:
+                some = scf.IfOp(is_some(step))
+                with ir.InsertionPoint(some.then_block):
+                    for ref, value in zip(refs, values, strict=True):
+                        memref.store(value, ref, [_index(at)])
+                    scf.yield_([])
+                at = arith.addi(at, step)
+            return at
+
+        each, (at,) = list(zip(_values(taken), *map(_values, arrays), strict=True)), _values(slot)
+        for start in range(0, len(each), vec):
+            run = each[start : start + vec]
+            if not is_sparse:
+                at = put_run(run, at)
+                continue
+            some = scf.IfOp(is_some(functools.reduce(arith.ori, [step for step, *_ in run])), [at.type], has_else=True)
             with ir.InsertionPoint(some.then_block):
-                for ref, value in zip(refs, values, strict=True):
-                    memref.store(value, ref, [_index(at)])
-                scf.yield_([])
-            at = arith.addi(at, is_taken)
+                scf.yield_([put_run(run, at)])
+            with ir.InsertionPoint(some.else_block):
+                scf.yield_([at])
+            at = some.results[0]
         return _like(slot, [at])
 
     return store(list(refs), taken, list(arrays), slot)

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 
 from .. import _host
-from .._device import WARPGROUP
 from . import kernel, kernel_rows
 from .logits import Logits
 
@@ -39,10 +38,7 @@ def top_k_reference(x, k):
 def _call(x, k: int, target: _host.Target, params):
     if kernel_rows.fits(*x.shape, k):
         return kernel_rows.select_rows(x, k, target, params)
-    dtype = x.dtype
-    if (more := WARPGROUP - x.shape[1]) > 0:  # A column for each thread. Padding comes after all values.
-        x = jnp.pad(kernel.to_key(x), ((0, 0), (0, more)), constant_values=kernel.LOWEST)
-    return kernel.stages(Logits(x), k, dtype, target, params)
+    return kernel.stages(Logits(x), k, x.dtype, target, params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
