@@ -96,8 +96,8 @@ class Rest:
 
         def add(p, sums):
             loaded = self.parts.logits(self.scores.row, p, interpreted)
-            x, _, share, total = shares(self.parts, p, loaded, self.scale, interpreted)
-            return jnp.where(number == p, total(jnp.where(x > value, share, 0.0)), sums)
+            above = shares(self.parts, p, loaded, self.scale, interpreted)[2]
+            return jnp.where(number == p, above(value), sums)
 
         return self.limits.above(lax.fori_loop(0, self.parts.plan.num_pieces, add, number.astype(jnp.float32) * 0.0))
 

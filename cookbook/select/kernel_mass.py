@@ -44,11 +44,13 @@ def nth(each, j):
 
 
 def shares(part: Part, p, loaded, scale, interpreted: bool):
-    """(x, top, shares, total): the logits of a part, the highest, what each takes of that, and sums of such shares."""
-    x, vec = loaded.astype(jnp.float32), part.plan.vec
-    x = jnp.where(part.is_fresh(p) & (x == x), x, -jnp.inf)
+    """(top, whole, above): the highest logit of a part, the sum of the shares, what each logit takes of that, and the
+    sum of the shares above a logit, `above(value)`."""
+    x, vec = part.fresh(p, logit(loaded), -jnp.inf), part.plan.vec
     top = jnp.max(threads.highest(x, vec, interpreted))
-    return x, top, share_of(x, top, scale), lambda some: jnp.sum(threads.totals(some, vec, interpreted))
+    share = share_of(x, top, scale)
+    above = lambda value: jnp.sum(threads.totals_above(x, share, value, vec, interpreted))
+    return top, jnp.sum(threads.totals(share, vec, interpreted)), above
 
 
 def _masses(*refs, plan: Plan, of_refs, num_slots: int, interpreted: bool):
@@ -67,13 +69,12 @@ def _masses(*refs, plan: Plan, of_refs, num_slots: int, interpreted: bool):
         few = lambda: some(kernel_best.FEW) + [(jnp.int32(UNKNOWN), jnp.float32(jnp.inf))] * (most - kernel_best.FEW)
         chain = lax.cond(num == kernel_best.FEW, few, lambda: some(most))
     columns, values = zip(*chain, strict=True)
-    x, top, share, total = shares(part, 0, x, scale, interpreted)
-    out_gmem[row, 0, block], out_gmem[row, 1, block] = top, total(share)
+    top, whole, above_of = shares(part, 0, x, scale, interpreted)
+    out_gmem[row, 0, block], out_gmem[row, 1, block] = top, whole
 
     def sum_above(j, _):  # In a loop, because the compiler would sum up for several at once, out of registers.
         column, value = nth(columns, j), nth(values, j)
-        is_above = lambda: total(jnp.where(x > value, share, 0.0))
-        above = lax.cond((column != UNKNOWN) & (value < top), is_above, lambda: jnp.float32(0.0))
+        above = lax.cond(value < top, lambda: above_of(value), lambda: jnp.float32(0.0))
         for i, number in enumerate((above, value, column.astype(jnp.float32))):
             out_gmem[row, 2 + i * len(values) + j, block] = number
 

@@ -64,6 +64,12 @@ class Part:
         is_fresh = self.column() >= turn - start
         return is_fresh & (self.column() < self.plan.cols) if self.plan.is_short else is_fresh
 
+    def fresh(self, p, x, otherwise):
+        """`x` where piece `p` is fresh. Nearly all pieces are everywhere, and those are not looked at."""
+        turn, start = self._turn(p)
+        some = lambda: jnp.where(self.is_fresh(p), x, otherwise)
+        return some() if self.plan.is_short else lax.cond(turn == start, lambda: x, some)
+
     def _at(self, p):
         return self.keys_smem.at[pl.ds(p * self.plan.piece, self.plan.piece)]
 

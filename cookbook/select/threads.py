@@ -86,6 +86,27 @@ def totals(x, vec: int, interpreted: bool):
     return sums(x, number())
 
 
+def totals_above(x, shares, value, vec: int, interpreted: bool):
+    """(128,): of each thread the sum of the shares where `x`, float32, is above a number."""
+    if interpreted:
+        return totals(jnp.where(x > value, shares, 0.0), vec, interpreted)
+    layout = strided(vec)
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, layout, PER_THREAD, PER_THREAD), return_type=_array((WARPGROUP,), x.dtype, PER_THREAD)
+    )
+    def sums(_, x, shares, value, zero):
+        (value,), (total,) = _values(value), _values(zero)
+        for each, share in zip(_values(x), _values(shares), strict=True):
+            # Chosen after the sum, it is one instruction under a condition.
+            is_above = arith.cmpf(arith.CmpFPredicate.OGT, each, value)
+            total = arith.select(is_above, arith.addf(total, share), total)
+        return _like(zero, [total])
+
+    zero = number().astype(jnp.float32) * 0.0
+    return sums(x, shares, zero + value, zero)
+
+
 def highest(x, vec: int, interpreted: bool):
     """(128,): the maximum of the values of each thread, int32, or float32 of which NaN are left out."""
     if interpreted:
