@@ -9,9 +9,7 @@ in the loop, and the next pieces are being loaded meanwhile.
 After the loop each thread makes one score, that of its highest bound. The best of these is the block's if it is above
 all other bounds. If it is not, a thread has had two of the best, and the block makes all scores.
 
-A chain is the best, then the best among the logits above its logit, and so on up to the highest logit: the candidates
-of a draw that keeps only high logits, because one that is refused takes all lower ones with it. A block adds the
-highest bound of what its chain leaves out, so that whoever joins the blocks' chains knows how far the order is right.
+For a draw that keeps only high logits a block hands on a chain (`chain.py`) and the highest bound of all else.
 
 Barriers: the reductions have their own. Bound by: the instructions of the noise's bits and bounds, 25 per value, and
 nearly as much by memory, one read.
@@ -25,21 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _device, _host
+from .. import _host
 from .._device import WARPGROUP
-from . import threads
+from . import chain, threads
 from .logits import Logits, leaves, number_of
-from .part import HIGHEST, LOWEST, Part, to_key
+from .part import AHEAD, HIGHEST, LOWEST, Part, to_key
 from .plan import Plan, plan_of
 
 BLOCKS_PER_SM = 4
-AHEAD = 2  # Pieces that are being loaded while others are looked at.
 SCORED = 8  # Values of a thread in a piece.
-SLOTS = 8  # A block hands on a chain of at most 7, and then the bound of all that is left.
-UNKNOWN = -1  # The column of that bound.
-FEW, ENOUGH = 4, 0.85
 
 
 def best_plan(rows: int, cols: int, num_sms: int) -> Plan:
@@ -51,23 +44,11 @@ def best_plan(rows: int, cols: int, num_sms: int) -> Plan:
     return dataclasses.replace(plan, part=num_pieces * plan.piece)
 
 
-def num_wanted(top_p, distance):
-    """Each candidate is refused with a probability of 1 - top_p. Where that is low, fewer are enough."""
-    return jnp.where((top_p >= ENOUGH) & (distance == -jnp.inf), FEW, SLOTS - 1)
-
-
 def first(score, column):
     """The highest of scores and its column, of equal ones the lowest."""
     top = jnp.max(score)
     # A warp finds a maximum of integers in one step, and a minimum in five.
     return top, ~jnp.max(jnp.where(score == top, ~column, LOWEST))
-
-
-def link(score, column, value):
-    """(score, column, value) of the next in a chain, and the scores that are left after it: those of higher values."""
-    top, best = first(score, column)
-    highest = jnp.max(jnp.where((score == top) & (column == best), value, -jnp.inf))
-    return (top, best, highest), jnp.where(value > highest, score, LOWEST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +83,8 @@ class Scores:
         return threads.highest(x, self.part.plan.vec, self.interpreted)
 
     def candidates(self):
-        """(128,) each: the score of each thread's logit with the highest bound, its column, the logit, and a bound of
-        the thread's other scores."""
+        """(128,) each: the score of each thread's logit with the highest bound, its column, the logit's key, and a
+        bound of the thread's other scores."""
         part, vec, interpreted = self.part, self.part.plan.vec, self.interpreted
         spread = lambda x: threads.spread(x, part.plan.piece, vec, interpreted)
         if part.plan.num_pieces == 1:
@@ -121,7 +102,7 @@ class Scores:
         is_here = column == spread(place)
         value = self._highest(jnp.where(is_here, x.astype(jnp.float32), -jnp.inf))
         rest = jnp.maximum(rest, self.raised(self._highest(jnp.where(is_here, -jnp.inf, bound))))
-        return self.score_of(value, place), place, value, jnp.where(rest > -jnp.inf, to_key(rest), LOWEST)
+        return self.score_of(value, place), place, to_key(value), jnp.where(rest > -jnp.inf, to_key(rest), LOWEST)
 
     def best(self):
         score, place, _, rest = self.candidates()
@@ -130,32 +111,32 @@ class Scores:
         return lax.cond(found[0] > jnp.max(rest), lambda: found, everywhere)
 
 
-def _best(*refs, plan: Plan, of_refs, num_outs: int, score_of, bound_of, interpreted: bool):
-    refs, outs = refs[:-num_outs], refs[-num_outs:]
-    x, of_row, limits = of_refs(refs)
+def _best(*refs, plan: Plan, of_refs, num: int, num_outs: int, score_of, bound_of, interpreted: bool):
+    arrays, outs, scratch = refs[:num], refs[num : num + num_outs], refs[num + num_outs :]
+    x, of_row, limits = of_refs(arrays)
     row, block = lax.axis_index("rows"), lax.axis_index("part")
     numbers = [number_of(ref, row) for ref in of_row]
     here = (functools.partial(of, *numbers) for of in (score_of, *bound_of))
     scores = Scores(Part(plan, None, None), x.of_row(row), *here, interpreted)
 
-    def store(at, *found):
-        for out_gmem, number in zip(outs, found, strict=True):
-            out_gmem[row, at] = number
-
     if limits is None:
-        store(block, *scores.best())
+        for out_gmem, found in zip(outs, scores.best(), strict=True):
+            out_gmem[row, block] = found
         return
-    score, place, value, rest = scores.candidates()
+    score, place, key, rest = scores.candidates()
+    start, (smem,) = block * chain.SLOTS, scratch
 
     def take(j, score):
-        (best, column, highest), score = link(score, place, value)
-        store(block * SLOTS + j, best, jnp.where(best == LOWEST, UNKNOWN, column), highest)
+        (best, column, highest), score = chain.link(score, place, key, smem, j, interpreted)
+        for out_gmem, number in zip(
+            outs, (best, jnp.where(best == LOWEST, chain.UNKNOWN, column), highest), strict=True
+        ):
+            threads.store_one(out_gmem.at[row, pl.ds(start + j, 1)], number, interpreted)
         return score
 
-    left = lax.fori_loop(0, num_wanted(*(number_of(ref, row) for ref in limits)), take, score)
-    store(
-        block * SLOTS + SLOTS - 1, jnp.maximum(jnp.max(rest), jnp.max(left)), jnp.int32(UNKNOWN), jnp.float32(jnp.inf)
-    )
+    left = lax.fori_loop(0, chain.num_wanted(*(number_of(ref, row) for ref in limits)), take, score)
+    for out_gmem, number in zip(outs, (jnp.max(jnp.maximum(rest, left)), chain.UNKNOWN, HIGHEST), strict=True):
+        out_gmem[row, start + chain.SLOTS - 1] = jnp.int32(number)
 
 
 def _first_of_highest(this, other):
@@ -166,15 +147,16 @@ def _first_of_highest(this, other):
 def _found(logits: Logits, limits, score_of, bound_of, of_row, target: _host.Target, params):
     plan = best_plan(*logits.shape, target.num_sms)
     arrays, of_refs = leaves((logits, of_row, limits))
-    width, kinds = plan.num_parts, [jnp.int32, jnp.int32]
+    width, num_outs, scratch = plan.num_parts, 2, []
     if limits is not None:
-        width, kinds = pl.cdiv(plan.num_parts * SLOTS, WARPGROUP) * WARPGROUP, [*kinds, jnp.float32]
-    statics = dict(plan=plan, of_refs=of_refs, num_outs=len(kinds), score_of=score_of, bound_of=bound_of)
+        width, num_outs, scratch = pl.cdiv(plan.num_parts * chain.SLOTS, WARPGROUP) * WARPGROUP, 3, [chain.SCRATCH]
+    statics = dict(plan=plan, of_refs=of_refs, num=len(arrays), num_outs=num_outs, score_of=score_of, bound_of=bound_of)
     return _host.kernel(
         functools.partial(_best, **statics, interpreted=target.interpreted),
-        out_type=tuple(jax.ShapeDtypeStruct((logits.shape[0], width), kind) for kind in kinds),
+        out_type=(jax.ShapeDtypeStruct((logits.shape[0], width), jnp.int32),) * num_outs,
         grid=(logits.shape[0], plan.num_parts),
         grid_names=("rows", "part"),
+        scratch_types=scratch,
         compiler_params=params,
     )(*arrays)
 
@@ -192,22 +174,6 @@ def best(logits: Logits, score_of, bound_of, of_row, target: _host.Target, param
 
 
 def chains(logits: Logits, limits, score_of, bound_of, of_row, target: _host.Target, params):
-    """(scores, columns, logits), (rows, width) each, SLOTS of each part of a row: the first of its chain, as
-    many as `num_wanted(*limits)`, and in the last slot, with the column UNKNOWN, a bound of all scores that it leaves
-    out."""
+    """(scores, columns, keys of logits), (rows, width) each, SLOTS of each part of a row: the first of its chain, as
+    many as `num_wanted(*limits)`, and in the last slot, with the column UNKNOWN, a bound of all that it leaves out."""
     return tuple(_found(logits, limits, score_of, bound_of, of_row, target, params))
-
-
-def joined(chains, num_slots: int, num: int):
-    """[(column, logit)], the first `num` of a row's chain, of `chains` in global memory. From where it is
-    not known on the columns are UNKNOWN; a bound that equals a score comes before it."""
-    slot = plgpu.broadcasted_iota(jnp.int32, chains[0].shape, 0, layout=threads.PER_THREAD)
-    place = slot & (SLOTS - 1)
-    is_filled = ((place < num) | (place == SLOTS - 1)) & (slot < num_slots)
-    score, column, value = (_device.load(ref, threads.PER_THREAD) for ref in chains)
-    score, column = jnp.where(is_filled, score, LOWEST), jnp.where(is_filled, column, UNKNOWN)
-    found = []
-    for _ in range(num):
-        (_, *of_best), score = link(score, column, value)
-        found.append(tuple(of_best))
-    return found

@@ -18,11 +18,12 @@ from jax.experimental import pallas as pl
 
 from .. import _host
 from .._device import WARPGROUP
-from . import kernel_best, threads
-from .kernel_best import UNKNOWN, best_plan, joined, num_wanted
+from . import chain, threads
+from .chain import num_wanted
+from .kernel_best import best_plan
 from .kernel_draw import LOWEST_FLOAT, inverse, share_of
 from .logits import Logits, leaves, logit, number_of
-from .part import Part, to_key
+from .part import Part, from_key, to_key
 from .plan import Plan, plan_of
 
 VALUES = 64  # Values of a part that a thread keeps in registers, so that they are loaded once.
@@ -44,39 +45,40 @@ def nth(each, j):
 
 
 def shares(part: Part, p, loaded, scale, interpreted: bool):
-    """(top, whole, above): the highest logit of a part, the sum of the shares, what each logit takes of that, and the
-    sum of the shares above a logit, `above(value)`."""
+    """(top, whole, above): the highest logit of a part; functions that add up what each logit takes of that, its share:
+    `whole()` all, `above(value)` the shares of what is above a logit."""
     x, vec = part.fresh(p, logit(loaded), -jnp.inf), part.plan.vec
     top = jnp.max(threads.highest(x, vec, interpreted))
     share = share_of(x, top, scale)
-    above = lambda value: jnp.sum(threads.totals_above(x, share, value, vec, interpreted))
-    return top, jnp.sum(threads.totals(share, vec, interpreted)), above
+    whole = lambda: jnp.sum(threads.totals(share, vec, interpreted))
+    return top, whole, lambda value: jnp.sum(threads.totals_above(x, share, value, vec, interpreted))
 
 
 def _masses(*refs, plan: Plan, of_refs, num_slots: int, interpreted: bool):
-    *refs, out_gmem = refs
+    *refs, out_gmem, smem = refs
     logits, temperature, limits, given = of_refs(refs)
     row, block = lax.axis_index("rows"), lax.axis_index("part")
-    x_row, part = logits.of_row(row), Part(plan, None, None)
+    x_row, part, zeros = logits.of_row(row), Part(plan, None, None), threads.number() * 0
     scale = inverse(number_of(temperature, row))
     x = part.logits(x_row, 0, interpreted)  # In flight while candidates are compared.
     if limits is None:
         num, column = 1, given[row]
-        chain = [(column, logit(x_row.at(column)))]
+        found = [(zeros + column, to_key(logit(x_row.at(column)) + zeros))]
     else:
-        num, most = num_wanted(*(number_of(ref, row) for ref in limits)), kernel_best.SLOTS - 1
-        some = lambda n: joined([ref.at[row] for ref in given], num_slots, n)
-        few = lambda: some(kernel_best.FEW) + [(jnp.int32(UNKNOWN), jnp.float32(jnp.inf))] * (most - kernel_best.FEW)
-        chain = lax.cond(num == kernel_best.FEW, few, lambda: some(most))
-    columns, values = zip(*chain, strict=True)
-    top, whole, above_of = shares(part, 0, x, scale, interpreted)
-    out_gmem[row, 0, block], out_gmem[row, 1, block] = top, whole
+        num, most = num_wanted(*(number_of(ref, row) for ref in limits)), chain.SLOTS - 1
+        some = lambda n: chain.joined([ref.at[row] for ref in given], num_slots, n, smem, interpreted)
+        few = lambda: some(chain.FEW) + [[zeros + chain.UNKNOWN, zeros]] * (most - chain.FEW)
+        found = lax.cond(num == chain.FEW, few, lambda: some(most))
+    top, whole, above = shares(part, 0, x, scale, interpreted)
+    out_gmem[row, 0, block], out_gmem[row, 1, block] = top, whole()
 
     def sum_above(j, _):  # In a loop, because the compiler would sum up for several at once, out of registers.
-        column, value = nth(columns, j), nth(values, j)
-        above = lax.cond(value < top, lambda: above_of(value), lambda: jnp.float32(0.0))
-        for i, number in enumerate((above, value, column.astype(jnp.float32))):
-            out_gmem[row, 2 + i * len(values) + j, block] = number
+        column, value = (nth(each, zeros + j) for each in zip(*found, strict=True))
+        value = from_key(value, jnp.float32)
+        out_gmem[row, 2 + j, block] = above(value)
+        for i, number in enumerate((value, column.astype(jnp.float32)), 1):
+            here = out_gmem.at[row, 2 + i * len(found) + j, pl.ds(block, 1)]
+            threads.store_one(here, number, interpreted)
 
     lax.fori_loop(0, num, sum_above, None)
 
@@ -91,14 +93,15 @@ def masses(logits: Logits, temperature, limits, candidates, target: _host.Target
     plan, rows = part_plan(logits.shape[1]), logits.shape[0]
     # Some numbers for each thread of what reads them, of which those beyond the row's parts are never used.
     width = WARPGROUP * pl.cdiv(plan.num_parts, WARPGROUP)
-    num_slots = best_plan(*logits.shape, target.num_sms).num_parts * kernel_best.SLOTS
+    num_slots = best_plan(*logits.shape, target.num_sms).num_parts * chain.SLOTS
     arrays, of_refs = leaves((logits, temperature, limits, candidates))
-    most = 1 if limits is None else kernel_best.SLOTS - 1
+    most = 1 if limits is None else chain.SLOTS - 1
     return _host.kernel(
         functools.partial(_masses, plan=plan, of_refs=of_refs, num_slots=num_slots, interpreted=target.interpreted),
         out_type=jax.ShapeDtypeStruct((rows, 2 + 3 * most, width), jnp.float32),
         grid=(rows, plan.num_parts),
         grid_names=("rows", "part"),
+        scratch_types=[chain.SCRATCH],
         compiler_params=params,
     )(*arrays)
 

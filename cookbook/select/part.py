@@ -6,6 +6,7 @@ A key is an int32 that is ordered as the values are.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -17,6 +18,7 @@ from . import threads
 from .logits import Logits
 from .plan import Plan
 
+AHEAD = 2  # Pieces that are being loaded while others are looked at.
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
@@ -44,6 +46,7 @@ class Part:
     plan: Plan
     index_gmem: Ref  # The indices that columns stand for; or None, for themselves.
     keys_smem: Ref
+    number: jax.Array | None = None  # Otherwise it is that of the block.
 
     @property
     def _layout(self):
@@ -55,13 +58,14 @@ class Part:
     def _turn(self, p):
         """(turn, start): the column where it is the turn of piece `p`, and where the piece starts: the last is shifted
         back to end with the row."""
-        turn = lax.axis_index("part") * self.plan.part + p * self.plan.piece
+        number = lax.axis_index("part") if self.number is None else self.number
+        turn = number * self.plan.part + p * self.plan.piece
         return turn, jnp.minimum(turn, max(self.plan.cols - self.plan.piece, 0))
 
     def is_fresh(self, p):
         """Where piece `p` has columns that no piece before has, and the row has at all."""
         turn, start = self._turn(p)
-        is_fresh = self.column() >= turn - start
+        is_fresh = self.column() >= jnp.where(p < self.plan.num_pieces, turn - start, self.plan.piece)
         return is_fresh & (self.column() < self.plan.cols) if self.plan.is_short else is_fresh
 
     def fresh(self, p, x, otherwise):
@@ -109,12 +113,12 @@ class Part:
         """(scores, columns): the highest of the keys that `score_of` makes of logits and columns, of those that have
         the same place in their pieces."""
 
-        def better(p, best):
-            score = jnp.where(self.is_fresh(p), score_of(self.logits(row, p, interpreted), self.place(p)), LOWEST)
+        def better(p, x, best):
+            score = jnp.where(self.is_fresh(p), score_of(x, self.place(p)), LOWEST)
             is_better = score > best[0]  # Pieces come in order: of equal scores the first stays.
             return jnp.where(is_better, score, best[0]), jnp.where(is_better, self.place(p), best[1])
 
-        return self.over(better, (self.column() * 0 + LOWEST, self.column() * 0 + HIGHEST))
+        return self.ahead(row, better, (self.column() * 0 + LOWEST, self.column() * 0 + HIGHEST), AHEAD, interpreted)
 
     def load(self, x: Logits, key_of, interpreted: bool):
         """Fills `keys_smem`. Returns the maxima of groups of keys."""

@@ -85,10 +85,10 @@ def _distance(min_p, temperature):
 
 def _of_candidates(logits, limits, of_row, target, params):
     _, top_p, min_p = limits
-    limits, bound_of = (top_p, _distance(min_p, of_row[2])), (_bound, _raised)
-    candidates = kernel_best.chains(logits, limits, _score, bound_of, of_row, target, params)
-    parts = kernel_mass.masses(logits, of_row[2], limits, candidates, target, params)
-    return kernel_choose.choose(logits, parts, limits, _score, bound_of, of_row, target, params)
+    limits = top_p, _distance(min_p, of_row[2])
+    chains = kernel_best.chains(logits, limits, _score, (_bound, _raised), of_row, target, params)
+    parts = kernel_mass.masses(logits, of_row[2], limits, chains, target, params)
+    return kernel_choose.choose(logits, chains, parts, limits, _score, of_row, target, params)
 
 
 def _log_probabilities(logits, tokens, num: int, target, params):

@@ -87,9 +87,9 @@ def totals(x, vec: int, interpreted: bool):
 
 
 def totals_above(x, shares, value, vec: int, interpreted: bool):
-    """(128,): of each thread the sum of the shares where `x`, float32, is above a number."""
+    """(128,): of each thread the sum of the shares where `x`, float32, is above its `value`, (128,)."""
     if interpreted:
-        return totals(jnp.where(x > value, shares, 0.0), vec, interpreted)
+        return totals(jnp.where(x > spread(value, x.shape[0], vec, interpreted), shares, 0.0), vec, interpreted)
     layout = strided(vec)
 
     @plgpu.inline_mgpu(
@@ -103,8 +103,7 @@ def totals_above(x, shares, value, vec: int, interpreted: bool):
             total = arith.select(is_above, arith.addf(total, share), total)
         return _like(zero, [total])
 
-    zero = number().astype(jnp.float32) * 0.0
-    return sums(x, shares, zero + value, zero)
+    return sums(x, shares, value, number().astype(jnp.float32) * 0.0)
 
 
 def highest(x, vec: int, interpreted: bool):
@@ -131,6 +130,19 @@ def spread(x, size: int, vec: int, interpreted: bool):
         return _like(like, _values(x) * (size // WARPGROUP))
 
     return copies(x, plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout))
+
+
+def of_warp(x, interpreted: bool):
+    """(128,): the maximum of int32 `x`, (128,), in each thread's warp."""
+    if interpreted:
+        return jnp.repeat(x.reshape(-1, WARP).max(1), WARP)
+
+    @plgpu.inline_mgpu(arg_types=(PER_THREAD,), return_type=_array(x.shape, x.dtype, PER_THREAD))
+    def maximum(_, x):
+        (value,) = _values(x)
+        return _like(x, [mgpu.utils.redux(value, _i32(-1), mgpu.utils.ReductionKind.MAX)])
+
+    return maximum(x)
 
 
 def of_lane(x, distance: int, interpreted: bool):
@@ -276,6 +288,11 @@ def scatter(ref, slots, values, layout, interpreted: bool):
                 scf.yield_([])
 
     store(ref, slots, values)
+
+
+def store_one(ref, values, interpreted: bool):
+    """`ref[0] = ` what each of `values`, (128,), is."""
+    scatter(ref, jnp.where(number() == 0, 0, -1), values, PER_THREAD, interpreted)
 
 
 def bits(words, column, vec: int, interpreted: bool):

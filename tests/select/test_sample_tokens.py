@@ -10,7 +10,7 @@ import pytest
 
 import lab
 from cookbook import sample
-from cookbook.select import kernel_best, kernel_choose, kernel_mass, logits, noise, threads
+from cookbook.select import chain, kernel_best, kernel_choose, kernel_mass, logits, noise, threads
 from fuzz.select import CHANGES, changed, changes_of, gumbel, in_words, sampled
 from tests.arrays import array
 
@@ -130,8 +130,8 @@ def test_candidates_that_run_out(name, value, monkeypatch):
     """Where no candidate is kept the draw goes on, to the same token: in lists; in the row, if these are too long; with
     all sums made again."""
     x = array(np.random.default_rng(4).standard_normal((3, 300)), F32)
-    monkeypatch.setattr(kernel_best, "SLOTS", 2)
-    monkeypatch.setattr(kernel_best, "FEW", 1)
+    monkeypatch.setattr(chain, "SLOTS", 2)
+    monkeypatch.setattr(chain, "FEW", 1)
     monkeypatch.setattr(kernel_choose, name, value)
     jax.clear_caches()
     tokens(x, top_p=0.02)

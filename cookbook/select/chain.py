@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The candidates of a draw that keeps only high logits, as a chain.
+
+The first has the highest score of all, the next the highest score among the logits above the logit of the one before,
+and so on up to the highest logit. A candidate that is refused takes all lower logits with it, so the first of the chain
+that is kept is the token.
+
+A block hands on the chain of its threads' best, and then a bound of all scores that the chain leaves out. Whoever joins
+the blocks' chains knows by the bounds how far the order is right.
+
+Barriers: a link has one, `threads.sync`, between what its warps store and what all threads load. Links have places of
+their own in shared memory.
+"""
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .. import _device
+from .._device import WARP, WARPGROUP
+from . import threads
+from .part import LOWEST
+
+SLOTS = 8  # A block hands on a chain of at most 7, and then the bound.
+UNKNOWN = -1  # The column of a bound.
+FEW, ENOUGH = 4, 0.85
+WARPS = WARPGROUP // WARP
+SCRATCH = plgpu.SMEM((WARPGROUP,), jnp.int32)  # For SLOTS links, 3 numbers of each warp.
+
+
+def num_wanted(top_p, distance):
+    """Each candidate is refused with a probability of 1 - top_p. Where that is low, fewer are enough."""
+    return jnp.where((top_p >= ENOUGH) & (distance == -jnp.inf), FEW, SLOTS - 1)
+
+
+def _is_before(this, other):
+    return (this[0] > other[0]) | ((this[0] == other[0]) & (this[1] < other[1]))
+
+
+def link(score, column, key, smem, j, interpreted: bool):
+    """((score, column, key), scores): the next of a chain, the same for each thread, and the scores that are left after
+    it: those of higher keys.
+
+    All are (128,) int32: what each thread has, a score, its column and the key of its logit. `j` is the link's number.
+    """
+    best = threads.of_warp(score, interpreted)
+    first = ~threads.of_warp(jnp.where(score == best, ~column, LOWEST), interpreted)
+    highest = threads.of_warp(jnp.where((score == best) & (column == first), key, LOWEST), interpreted)
+    found, thread = [best, first, highest], threads.number()
+    warp, is_first = thread >> (WARP.bit_length() - 1), (thread & (WARP - 1)) == 0
+    place = lambda warp, i: 3 * (WARPS * j + warp) + i
+    for i, number in enumerate(found):
+        threads.scatter(smem, jnp.where(is_first, place(warp, i), -1), number, threads.PER_THREAD, interpreted)
+    threads.sync(interpreted)
+    for distance in range(1, WARPS):
+        other = [threads.gather(smem, place(warp ^ distance, i), 1, interpreted) for i in range(3)]
+        found = [jnp.where(_is_before(other, found), a, b) for a, b in zip(other, found, strict=True)]
+    return found, jnp.where(key > found[2], score, LOWEST)
+
+
+def loaded(chains, num_slots: int, num: int):
+    """(scores, columns, keys, is_bound), of the blocks' chains up to `num` each and the bounds; elsewhere LOWEST."""
+    slot = plgpu.broadcasted_iota(jnp.int32, chains[0].shape, 0, layout=threads.PER_THREAD)
+    place = slot & (SLOTS - 1)
+    is_filled = ((place < num) | (place == SLOTS - 1)) & (slot < num_slots)
+    score, column, key = (_device.load(ref, threads.PER_THREAD) for ref in chains)
+    return jnp.where(is_filled, score, LOWEST), jnp.where(is_filled, column, UNKNOWN), key, place == SLOTS - 1
+
+
+def joined(chains, num_slots: int, num: int, smem, interpreted: bool):
+    """[(column, key)], (128,) each, the same for each thread: the first `num` of a row's chain, of the blocks' `chains`
+    in global memory. From where it is not known on the columns are UNKNOWN; of equal ones a bound comes before a score.
+    """
+    score, column, key, _ = loaded(chains, num_slots, num)
+    highest = lambda x: threads.highest(x, 1, interpreted)
+    spread = lambda x: threads.spread(x, score.shape[0], 1, interpreted)
+    found = []
+    for j in range(num):
+        best = highest(score)
+        first = ~highest(jnp.where(score == spread(best), ~column, LOWEST))
+        is_first = (score == spread(best)) & (column == spread(first))
+        (_, *of_row), _ = link(best, first, highest(jnp.where(is_first, key, LOWEST)), smem, j, interpreted)
+        score = jnp.where(key > spread(of_row[1]), score, LOWEST)
+        found.append(of_row)
+    return found
