@@ -36,9 +36,14 @@ def _is_before(this, other):
     return (this[0] > other[0]) | ((this[0] == other[0]) & (this[1] < other[1]))
 
 
+def left(score, column, key, taken, is_few):
+    """The scores that are left after a candidate is `taken`, (column, key): in a chain those of higher keys. Where few
+    candidates are enough, all others: the best few scores have fewer links than a chain of as many."""
+    return jnp.where((key > taken[1]) | ((is_few != 0) & (column != taken[0])), score, LOWEST)
+
+
 def link(score, column, key, smem, j, interpreted: bool):
-    """((score, column, key), scores): the next of a chain, the same for each thread, and the scores that are left after
-    it: those of higher keys.
+    """(score, column, key) of the candidate, the same for each thread.
 
     All are (128,) int32: what each thread has, a score, its column and the key of its logit. `j` is the link's number.
     """
@@ -54,7 +59,7 @@ def link(score, column, key, smem, j, interpreted: bool):
     for distance in range(1, WARPS):
         other = [threads.gather(smem, place(warp ^ distance, i), 1, interpreted) for i in range(3)]
         found = [jnp.where(_is_before(other, found), a, b) for a, b in zip(other, found, strict=True)]
-    return found, jnp.where(key > found[2], score, LOWEST)
+    return found
 
 
 def loaded(chains, num_slots: int, num: int):
@@ -78,7 +83,7 @@ def joined(chains, num_slots: int, num: int, smem, interpreted: bool):
         best = highest(score)
         first = ~highest(jnp.where(score == spread(best), ~column, LOWEST))
         is_first = (score == spread(best)) & (column == spread(first))
-        (_, *of_row), _ = link(best, first, highest(jnp.where(is_first, key, LOWEST)), smem, j, interpreted)
-        score = jnp.where(key > spread(of_row[1]), score, LOWEST)
+        _, *of_row = link(best, first, highest(jnp.where(is_first, key, LOWEST)), smem, j, interpreted)
+        score = left(score, column, key, list(map(spread, of_row)), score * 0 + (num == FEW))
         found.append(of_row)
     return found

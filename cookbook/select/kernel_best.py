@@ -127,14 +127,16 @@ def _best(*refs, plan: Plan, of_refs, num: int, num_outs: int, score_of, bound_o
     start, (smem,) = block * chain.SLOTS, scratch
 
     def take(j, score):
-        (best, column, highest), score = chain.link(score, place, key, smem, j, interpreted)
+        best, column, highest = chain.link(score, place, key, smem, j, interpreted)
         for out_gmem, number in zip(
             outs, (best, jnp.where(best == LOWEST, chain.UNKNOWN, column), highest), strict=True
         ):
             threads.store_one(out_gmem.at[row, pl.ds(start + j, 1)], number, interpreted)
-        return score
+        return chain.left(score, place, key, (column, highest), is_few)
 
-    left = lax.fori_loop(0, chain.num_wanted(*(number_of(ref, row) for ref in limits)), take, score)
+    num_wanted = chain.num_wanted(*(number_of(ref, row) for ref in limits))
+    is_few = jnp.where(threads.number() * 0 + num_wanted == chain.FEW, 1, 0)
+    left = lax.fori_loop(0, num_wanted, take, score)
     for out_gmem, number in zip(outs, (jnp.max(jnp.maximum(rest, left)), chain.UNKNOWN, HIGHEST), strict=True):
         out_gmem[row, start + chain.SLOTS - 1] = jnp.int32(number)
 

@@ -73,9 +73,10 @@ def _judged(parts, scale, top_p, distance, num_parts: int):
     def look(state):
         j, token, *refused = state
         value, column = nth(values, j), nth(columns, j).astype(jnp.int32)
-        above, is_known = limits.above(nth(sums, number * 0 + j)), column != UNKNOWN
-        token = jnp.where(is_known & limits.keep(above, value), column, token)
-        refused = (jnp.where(is_known, new, old) for new, old in zip((value, above), refused, strict=True))
+        is_known = column != UNKNOWN
+        above, is_next = limits.above(nth(sums, number * 0 + j)), is_known & ((j == 0) | (value > refused[0]))
+        token = jnp.where(is_next & limits.keep(above, value), column, token)
+        refused = (jnp.where(is_next, new, old) for new, old in zip((value, above), refused, strict=True))
         return jnp.where(is_known, j + 1, most), token, *refused
 
     num, state = num_wanted(top_p, distance), (jnp.int32(0), jnp.int32(-1), jnp.float32(-jnp.inf), whole)
@@ -166,7 +167,7 @@ class Rest:
                 _device.store(ref.at[pl.ds(i * WARPGROUP, WARPGROUP)], value)
 
         def draw(state):
-            floor = state[0]
+            floor = state[1]
 
             def better(i, best):
                 listed = self._listed(self.lists, i)

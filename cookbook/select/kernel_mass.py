@@ -72,13 +72,21 @@ def _masses(*refs, plan: Plan, of_refs, num_slots: int, interpreted: bool):
     top, whole, above = shares(part, 0, x, scale, interpreted)
     out_gmem[row, 0, block], out_gmem[row, 1, block] = top, whole()
 
+    columns, values = zip(*((column, from_key(key, jnp.float32)) for column, key in found), strict=True)
+    needed, floor = zeros, zeros - jnp.inf  # A candidate that is not above those before it is refused with them.
+    for j in range(len(found)):
+        needed += jnp.where((columns[j] != chain.UNKNOWN) & (values[j] > floor), 1 << j, 0)
+        floor = jnp.maximum(floor, values[j])
+    needed = jnp.max(needed)
+
     def sum_above(j, _):  # In a loop, because the compiler would sum up for several at once, out of registers.
-        column, value = (nth(each, zeros + j) for each in zip(*found, strict=True))
-        value = from_key(value, jnp.float32)
-        out_gmem[row, 2 + j, block] = above(value)
-        for i, number in enumerate((value, column.astype(jnp.float32)), 1):
-            here = out_gmem.at[row, 2 + i * len(found) + j, pl.ds(block, 1)]
-            threads.store_one(here, number, interpreted)
+        value = nth(values, zeros + j)
+        for i, number in enumerate((value, nth(columns, zeros + j).astype(jnp.float32)), 1):
+            threads.store_one(out_gmem.at[row, 2 + i * len(found) + j, pl.ds(block, 1)], number, interpreted)
+
+        @pl.when(((needed >> j) & 1) != 0)
+        def _():
+            out_gmem[row, 2 + j, block] = above(value)
 
     lax.fori_loop(0, num, sum_above, None)
 
