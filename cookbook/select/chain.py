@@ -5,8 +5,11 @@ The first has the highest score of all, the next the highest score among the log
 and so on up to the highest logit. A candidate that is refused takes all lower logits with it, so the first of the chain
 that is kept is the token.
 
-A block hands on the chain of its threads' best, and then a bound of all scores that the chain leaves out. Whoever joins
-the blocks' chains knows by the bounds how far the order is right.
+Each link halves the probability above it, on average. For a high top-p that is more than enough, and each link costs a
+sum. There the candidates are the few highest scores, and those that are not above the ones before need no sum.
+
+A block hands on the candidates among its threads' best, and then a bound of all scores that these leave out. Whoever
+joins the blocks' candidates knows by the bounds how far the order is right.
 
 Barriers: a link has one, `threads.sync`, between what its warps store and what all threads load. Links have places of
 their own in shared memory.
@@ -20,7 +23,7 @@ from .._device import WARP, WARPGROUP
 from . import threads
 from .part import LOWEST
 
-SLOTS = 8  # A block hands on a chain of at most 7, and then the bound.
+SLOTS = 8  # A block hands on at most 7 candidates, and then the bound.
 UNKNOWN = -1  # The column of a bound.
 FEW, ENOUGH = 4, 0.85
 WARPS = WARPGROUP // WARP

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The token: the first candidate that is kept, of those that `kernel_mass.py` has judged; otherwise a draw goes on.
 
-A block per row adds up what the parts have. The candidates are a chain, each the best among the tokens above the one
-before, so the first that is kept is the token. If all that are known are refused, each thread lists what lies above
-them, in one read. The chain goes on in these lists, and so do the sums: they leave out zeros alone. Where a list is too
-long for its thread, which takes a flat distribution, the best above those refused is searched for in the whole row.
+A block per row adds up what the parts have, and takes the first candidate that is kept. If all that are known are
+refused, the draw goes on above them, in one of two ways:
 
-A sum over lists is in another order than those of `kernel_mass.py`, and how much is listed depends on how the row was
-cut up. So a sum that is very near the limit is made again, in the order of `kernel_mass.py`: the token does not depend
-on it.
+- Each thread lists the tokens above them, in one read of the row. From then on all is in shared memory: the best of the
+  lists, the sum above it, and if it is refused the best above it, until one is kept.
+- If too many tokens are above them, the best is searched for where it may be: in the parts of the row whose bounds are
+  higher than the best that is known. The sum above it takes a read of the row.
+
+A sum over lists has another order than those of `kernel_mass.py`, and how the row was cut up decides what is listed. So
+that tokens do not depend on it, a sum near the limit is made again in the order of `kernel_mass.py`.
 
 Barriers: the reductions have their own; a thread reads what it has listed itself. Bound by: a launch; with lists the
 latency of the row's loads.

@@ -14,10 +14,10 @@ cut up. There are three ways to a token:
 
 - All are kept: `kernel_best.py` finds the maximum. One read.
 - `top_k`: `kernel.py` leaves the k highest logits in order, and its last stage draws among them (`kernel_draw.py`).
-- `top_p` or `min_p` without it: `kernel_best.py` finds the candidates, each the highest logit with noise among those
-  above the candidate before; `kernel_mass.py` adds up the probabilities above each of them. `kernel_choose.py` takes
-  the first that is kept. The threshold itself is never needed. Where no candidate is kept, which for `top_p` of 0.9
-  happens once in about 10**5 rows, it goes on among the tokens above them.
+- `top_p` or `min_p` without it: `kernel_best.py` finds a few of the highest logits with noise, the candidates
+  (`chain.py`), and `kernel_mass.py` adds up the probabilities above them. `kernel_choose.py` takes the first that is
+  kept; the threshold itself is never needed. Where no candidate is kept, which for `top_p` of 0.9 happens once in about
+  10**4 rows, it goes on among the tokens above them.
 
 Bound by: the bits of the noise, about 25 instructions per logit, and memory (one read; top_p and min_p alone two).
 Not supported: gradients.
