@@ -38,14 +38,14 @@ from .plan import Plan, plan_of
 
 LISTED = 64  # Tokens of a thread's list. With those of a piece more its arrays leave room for two blocks per SM.
 AHEAD = 8  # Pieces that are being loaded while others are listed.
-NEAR = 2.0**-10  # Of the limit: far above the error of a sum.
+NEAR = 2.0**-10  # A part of the limit, far above the error of a sum.
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """Which logits of a row are kept."""
 
-    weights: jax.Array  # What the parts' sums are multiplied by.
+    weights: jax.Array  # The parts' sums are multiplied by these.
     whole: jax.Array
     limit: jax.Array
     least: jax.Array
@@ -96,7 +96,7 @@ class Rest:
     plan: Plan  # How `kernel_best.py` has cut up the row.
     score_of: functools.partial
     chains: list[Ref]
-    num: jax.Array  # Of each chain, so many are known.
+    num: jax.Array  # So many candidates of each block are known.
     limits: Limits
     scale: jax.Array
     lists: list[Ref]  # Logits, columns, scores.
@@ -173,7 +173,7 @@ class Rest:
 
             def better(i, best):
                 listed = self._listed(self.lists, i)
-                is_better = (listed[0] > floor) & (listed[2] > best[2])  # Of equal scores the first column stays.
+                is_better = (listed[0] > floor) & (listed[2] > best[2])  # The first of equal scores stays.
                 return [jnp.where(is_better, new, old) for new, old in zip(listed, best, strict=True)]
 
             def add(i, total):
@@ -196,7 +196,7 @@ class Rest:
 
         def go_on(state):
             _, floor, above = state
-            # What is above is more probable than the rest, so its part of all tokens is smaller than of the sum.
+            # Tokens above the floor are more probable than others, so they are fewer than their part of the sum says.
             may_fit = above * self.part.plan.cols <= 4 * room * self.limits.whole
             ends = lax.cond(may_fit, lambda: self.list_above(floor), lambda: threads.number() + room)
             return lax.cond(jnp.max(ends) < room, lambda: self.of_lists(ends, floor), lambda: self.of_chains(floor))

@@ -36,7 +36,7 @@ def sort(key_smem, index_smem, interpreted: bool):
     def meet(state, is_up, distance):
         if distance < each:
             return threads.in_order(*state, is_up, distance, interpreted)
-        distance //= each  # Of threads.
+        distance //= each  # Between threads.
         key, index = state
         other_key, other_index = map(functools.partial(partners, distance=distance), state, (key_smem, index_smem))
         better = (key > other_key) | ((key == other_key) & (index < other_index))
