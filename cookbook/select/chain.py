@@ -65,20 +65,15 @@ def link(score, column, key, smem, j, interpreted: bool):
     return found
 
 
-def loaded(chains, num_slots: int, num: int):
-    """(scores, columns, keys, is_bound), of the blocks' chains up to `num` each and the bounds; elsewhere LOWEST."""
-    slot = plgpu.broadcasted_iota(jnp.int32, chains[0].shape, 0, layout=threads.PER_THREAD)
-    place = slot & (SLOTS - 1)
-    is_filled = ((place < num) | (place == SLOTS - 1)) & (slot < num_slots)
-    score, column, key = (_device.load(ref, threads.PER_THREAD) for ref in chains)
-    return jnp.where(is_filled, score, LOWEST), jnp.where(is_filled, column, UNKNOWN), key, place == SLOTS - 1
-
-
 def joined(chains, num_slots: int, num: int, smem, interpreted: bool):
     """[(column, key)], (128,) each, the same for each thread: the first `num` of a row's chain, of the blocks' `chains`
     in global memory. From where it is not known on the columns are UNKNOWN; of equal ones a bound comes before a score.
     """
-    score, column, key, _ = loaded(chains, num_slots, num)
+    slot = plgpu.broadcasted_iota(jnp.int32, chains[0].shape, 0, layout=threads.PER_THREAD)
+    place = slot & (SLOTS - 1)
+    is_filled = ((place < num) | (place == SLOTS - 1)) & (slot < num_slots)
+    score, column, key = (_device.load(ref, threads.PER_THREAD) for ref in chains)
+    score, column = jnp.where(is_filled, score, LOWEST), jnp.where(is_filled, column, UNKNOWN)
     highest = lambda x: threads.highest(x, 1, interpreted)
     spread = lambda x: threads.spread(x, score.shape[0], 1, interpreted)
     found = []

@@ -6,7 +6,6 @@ A key is an int32 that is ordered as the values are.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -46,7 +45,6 @@ class Part:
     plan: Plan
     index_gmem: Ref  # The indices that columns stand for; or None, for themselves.
     keys_smem: Ref
-    number: jax.Array | None = None  # Otherwise it is that of the block.
 
     @property
     def _layout(self):
@@ -58,8 +56,7 @@ class Part:
     def _turn(self, p):
         """(turn, start): the column where it is the turn of piece `p`, and where the piece starts: the last is shifted
         back to end with the row."""
-        number = lax.axis_index("part") if self.number is None else self.number
-        turn = number * self.plan.part + p * self.plan.piece
+        turn = lax.axis_index("part") * self.plan.part + p * self.plan.piece
         return turn, jnp.minimum(turn, max(self.plan.cols - self.plan.piece, 0))
 
     def is_fresh(self, p):

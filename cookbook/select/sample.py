@@ -88,7 +88,7 @@ def _of_candidates(logits, limits, of_row, target, params):
     limits = top_p, _distance(min_p, of_row[2])
     chains = kernel_best.chains(logits, limits, _score, (_bound, _raised), of_row, target, params)
     parts = kernel_mass.masses(logits, of_row[2], limits, chains, target, params)
-    return kernel_choose.choose(logits, chains, parts, limits, _score, of_row, target, params)
+    return kernel_choose.choose(logits, parts, limits, _score, (_bound, _raised), of_row, target, params)
 
 
 def _log_probabilities(logits, tokens, num: int, target, params):
