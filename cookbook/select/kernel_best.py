@@ -137,6 +137,7 @@ def _best(*refs, plan: Plan, of_refs, num: int, num_outs: int, score_of, bound_o
     num_wanted = chain.num_wanted(*(number_of(ref, row) for ref in limits))
     is_few = jnp.where(threads.number() * 0 + num_wanted == chain.FEW, 1, 0)
     left = lax.fori_loop(0, num_wanted, take, score)
+    left = jnp.where(is_few != 0, LOWEST, left)  # The best few of the row are among the best few of its blocks.
     for out_gmem, number in zip(outs, (jnp.max(jnp.maximum(rest, left)), chain.UNKNOWN, HIGHEST), strict=True):
         out_gmem[row, start + chain.SLOTS - 1] = jnp.int32(number)
 
