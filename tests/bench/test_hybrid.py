@@ -69,9 +69,9 @@ def test_the_text_is_a_markov_chain():
 
 @pytest.mark.slow  # Ten seconds.
 def test_the_step_lowers_for_an_h200():
-    """Its first four layers, which the others repeat."""
+    """One layer of each kind, which the others repeat."""
     for ops in hybrid.IMPLS.values():
-        fn, args = hybrid.program(ops, dataclasses.replace(hybrid.FULL, layers=hybrid.PERIOD))
+        fn, args = hybrid.program(ops, dataclasses.replace(hybrid.FULL, layers=hybrid.PERIOD[1::2]))
         assert len(program.digest(fn, *args, gpu="h200")) == 16
 
 
@@ -102,7 +102,7 @@ def test_figures_are_taken_where_there_is_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(hybrid, "IMPLS", dict.fromkeys(hybrid.IMPLS, hybrid.PLAIN))
     monkeypatch.setattr(results, "measuring", lambda *_: True)
     monkeypatch.setattr(timing, "_kernel_ms", lambda fn, args, iterations, devices: [0.5] * iterations)
-    assert hybrid.run(3, hybrid.TINY) is False
+    assert hybrid.run(3, dataclasses.replace(hybrid.TINY, layers=hybrid.PERIOD[3:])) is False
     out = capsys.readouterr().out
     assert out.count("0.50 ms of kernels") == 2 and "1.00 times as fast as plain XLA, with 1.00 of its memory" in out
 
