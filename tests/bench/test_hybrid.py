@@ -32,6 +32,13 @@ def plain_losses() -> np.ndarray:
     return losses(hybrid.PLAIN)
 
 
+def test_the_model_has_about_100m_parameters():
+    assert 95e6 < hybrid.num_params(hybrid.FULL) < 105e6 and len(hybrid.FULL.layers) == 12
+    assert hybrid.name(hybrid.FULL) == "hybrid/104m_b8_t2048/bf16"
+    fn, (training, tokens) = hybrid.program(hybrid.PLAIN, hybrid.FULL)
+    assert jax.eval_shape(fn, training, tokens) == (training, jax.ShapeDtypeStruct((), jnp.float32))
+
+
 def test_losses_are_those_of_plain_xla_and_fall():
     """One layer of each kind."""
     assert {kind for kinds in hybrid.TINY.layers for kind in kinds} == {"attention", "delta", "glu", "moe"}
@@ -48,13 +55,6 @@ def test_a_missing_gradient_is_more_than_the_tolerance(name):
     without = lambda *args, **options: jax.lax.stop_gradient(op(*args, **options))
     found = losses(dataclasses.replace(hybrid.PLAIN, **{name: without}))
     assert np.abs(found - plain_losses()).max() > 2 * TOLERANCE
-
-
-def test_the_model_has_about_100m_parameters():
-    assert 95e6 < hybrid.num_params(hybrid.FULL) < 105e6 and len(hybrid.FULL.layers) == 12
-    assert hybrid.name(hybrid.FULL) == "hybrid/104m_b8_t2048/bf16"
-    fn, (training, tokens) = hybrid.program(hybrid.PLAIN, hybrid.FULL)
-    assert jax.eval_shape(fn, training, tokens) == (training, jax.ShapeDtypeStruct((), jnp.float32))
 
 
 def test_the_text_is_a_markov_chain():
