@@ -72,7 +72,6 @@ class _Failures:
 def pytest_collection(session):
     """The CPU computes what test modules compute when they are imported: each worker imports all of them."""
     import jax
-
     from jax.experimental.mosaic.gpu import layout_inference
 
     from cookbook import _host

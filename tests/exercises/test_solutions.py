@@ -133,7 +133,7 @@ AS_IF_LOWERED = types.SimpleNamespace(as_text=lambda: "mosaic_gpu")
 
 @pytest.mark.parametrize("stem, cell, said, answer", TRIED)
 def test_other_answers(stem, cell, said, answer, monkeypatch):
-    """A wrong one is lowered only if without that the verdict says something else: lowering takes longer than all else."""
+    """A wrong one is lowered only if the verdict says something else without: lowering takes longer than all else."""
     is_changed = "=>" in answer
     pairs = [pair.split("=>") for pair in answer.replace("\\n", "\n").split("&&")] if is_changed else []
     changes = [(right.strip(" "), wrong.strip(" ")) for right, wrong in pairs]
