@@ -118,7 +118,8 @@ def check_half(answer) -> str:
         out = run_kernel(answer, codes)
         if out.shape != codes.shape or out.dtype != jnp.float16:
             raise NotYet(f"the result is {out.dtype} {out.shape}; it must be float16 {codes.shape}")
-        names = list(_kinds(judge.jaxpr_of(answer, codes)))
+        kinds = list(_kinds(judge.jaxpr_of(answer, codes)))
+        names, factors = [kind for kind, _ in kinds], [factor for kind, factor in kinds if kind == "arithmetic"]
         if "conversion" in names:
             raise NotYet("integers are converted to floats by astype: place the bits, and multiply")
         if "choice" in names:
@@ -146,20 +147,33 @@ def check_half(answer) -> str:
             raise NotYet("code 8 is -0.0, and the result has another sign there")
         if not num:
             raise NotYet("no floats are multiplied, so each value is built for itself: place bits, and multiply once")
+        if factors != [2.0**14]:  # Then the bits, of values 2^-14 of the results, are only placed: none are computed.
+            raise NotYet(
+                "each value is built before the multiplication: place the code's bits, which make 2^-14 of it, and "
+                "multiply by that constant, 2^14"
+            )
     return "All 16 values, the subnormal one among them, by shifts, masks and one multiplication."
 
 
 def _kinds(jaxpr):
-    """The kind of each operation. A shift by a number that is not the same for all codes looks a value up."""
-    constants = set()
+    """(kind, factor) of each operation: the constant by which it multiplies floats, or None. A shift by a number that
+    is not the same for all codes looks a value up."""
+    constants = {}
     for equation in judge.equations(jaxpr):
-        is_constant = [
-            isinstance(variable, jax.extend.core.Literal) or variable in constants for variable in equation.invars
-        ]
-        if all(is_constant):
-            constants.update(equation.outvars)
+        values = [_constant(variable, constants) for variable in equation.invars]
+        known = [value is not None for value in values]
+        if all(known):  # A constant that is repeated or converted is the same constant.
+            constants.update(dict.fromkeys(equation.outvars, values[0] if len(values) == 1 else np.nan))
         is_shift = equation.primitive.name.startswith("shift_")
-        yield "choice" if is_shift and not is_constant[1] else _kind(equation)
+        factor = next((value for value in values if value is not None), None) if len(values) == 2 else None
+        yield "choice" if is_shift and not known[1] else _kind(equation), factor
+
+
+def _constant(variable, constants):
+    """Its value, NaN where it is computed from constants; None where it is no constant."""
+    if isinstance(variable, jax.extend.core.Literal):
+        return float(variable.val) if np.ndim(variable.val) == 0 else np.nan
+    return constants.get(variable)
 
 
 def _kind(equation) -> str:
@@ -170,7 +184,7 @@ def _kind(equation) -> str:
     if name == "convert_element_type":
         to_float = jnp.issubdtype(equation.params["new_dtype"], jnp.floating)
         return "conversion" if to_float and not is_float(equation.invars[0]) else ""
-    if name in ("select_n", "gather", "dynamic_slice", "eq", "ne", "lt", "le", "gt", "ge"):
+    if name in ("select_n", "gather", "dynamic_slice", "eq", "ne", "lt", "le", "gt", "ge", "min", "max", "clamp"):
         return "choice"
     if name in ("add", "sub") and is_float(equation.outvars[0]):
         return "sum"

@@ -52,6 +52,13 @@ exercise-4
     word = jnp.uint32(0x1F1E1C00) + (jnp.uint32(0x23222120) - jnp.uint32(0x1F1E1C00)) * (m >> 2);
     bits = ((word >> 8 * (m & 3)) & 63).astype(jnp.uint16) << 9 | (bits & 8) << 12
     && halves * jnp.float16(2.0**14) => halves * jnp.float16(1.0)  # from a table
+  bits = (bits & 7) << 9 | (bits & 8) << 12 => one = jnp.minimum(bits & 7, 1); two = jnp.minimum(bits & 7, 2);
+    bits = ((bits & 7) << 9) + 0x3600 * one + 0x200 * (two - one) | (bits & 8) << 12
+    && halves * jnp.float16(2.0**14) => halves * jnp.float16(1.0)  # by comparing
+  bits = (bits & 7) << 9 | (bits & 8) << 12 => m = bits & 7; more = m >> 1 & 1 | m >> 2;
+    bits = (m << 9) + 0x3600 * (m & 1 | more) + 0x200 * more | (bits & 8) << 12
+    && halves * jnp.float16(2.0**14) => halves * jnp.float16(1.0)  # built before the multiplication
+  halves * jnp.float16(2.0**14) => halves * jnp.full(halves.shape, 2.0**14, jnp.float16)  # Right.
   (len(codes),) => (1,)  # never written
   lambda codes: codes.astype(jnp.float16)  # must be a kernel
 """
