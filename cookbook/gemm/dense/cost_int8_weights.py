@@ -29,7 +29,7 @@ def candidates(m: int, n: int, k: int, num_sms: int, bits: int = 8) -> list[Conf
     found = list(_of_two(m, n, k, num_sms))
     if bits == 4:  # With 8 bits, 16,384 rows of 32 groups took 557 us with four warpgroups, not 521.
         whole = [c for c in found if c.cluster_m == c.split_k == 1 and c.tile_n <= ROWS_OF_FOUR.get(c.tile_k, 0)]
-        found += [replace(c, tile_m=256, warpgroups=4, overlap=c.tile_n * c.tile_k <= OVERLAP_OF_FOUR) for c in whole]
+        found += [replace(c, tile_m=256, warpgroups=4, overlap=c.tile_k == 128 and c.tile_n <= 16) for c in whole]
     return found
 
 
@@ -77,9 +77,9 @@ def predict(c: Config, m: int, n: int, k: int, num_sms: int, bits: int = 8, conv
     return start + cost.longer(time, (n * k * bits / 8 + 2 * m * (n + k)) / h.read / 1e6)
 
 
-# The most rows of a tile that leave four warpgroups enough registers, for steps of so many values of K; and the most
-# values of a step of a that leave them enough to convert weights while products of the step before run.
-ROWS_OF_FOUR, OVERLAP_OF_FOUR = {64: 128, 128: 48, 256: 16}, 16 * 128
+# The most rows of a tile that leave four warpgroups enough registers, for steps of so many values of K. Few of them
+# also leave enough to convert weights while products of the step before run.
+ROWS_OF_FOUR = {64: 128, 128: 48, 256: 16}
 LEAST_OVERLAP = 128  # Rows of a tile from which on a product of one wave overlaps conversion with products.
 WAVES_OF_PARTS = 4  # Waves of clusters that add up parts of K, at most.
 PARTS = 14.0  # us to add up parts of K, for each 16,384 values that a block sends.

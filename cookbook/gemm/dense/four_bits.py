@@ -36,7 +36,7 @@ from ..operand import Operand
 
 VALUES = 8  # Weights in a word.
 UNIT = 64  # Columns, and values of K, of a block.
-WORDS = UNIT * UNIT // VALUES  # Of a block.
+WORDS = UNIT * UNIT // VALUES  # In a block.
 BOX = 256  # Words along an axis that TMA copies at once: a block is two runs of so many.
 PAIRS = 4  # Pairs of weights in a word.
 # Where the halves of a word hold the four e2m1 values: the last bit of each magnitude, and the sign.
