@@ -66,17 +66,19 @@ def check_place(answer) -> str:
 
 @checker
 def check_zeros(answer) -> str:
-    """`answer(x, w, scales, zeros)` is the kernel `product` with a `widen` that also takes zero points."""
+    """`answer(x, w, scales, zeros)` is the kernel `product` for groups of 64 that have zero points, (K / 64, N)."""
     k, n = 256, 128
     rng = np.random.default_rng(3)
     q = rng.integers(0, 16, (k, n))
     both = q.T.astype(np.uint8).reshape(n, -1, 2, 64)
     w = jnp.asarray((both[:, :, 0] | both[:, :, 1] << 4).reshape(n, -1))
-    scales = jnp.asarray(np.exp2(rng.uniform(-6, 0, (k // 128, n))), jnp.bfloat16)
-    zeros = jnp.asarray(rng.integers(0, 17, (k // 128, n)), jnp.bfloat16)
-    repeated = lambda groups: np.repeat(wide(groups), 128, axis=0)
+    scales = jnp.asarray(np.exp2(rng.uniform(-6, 0, (k // 64, n))), jnp.bfloat16)
+    zeros = jnp.asarray(rng.integers(0, 17, (k // 64, n)), jnp.bfloat16)
+    s, z = (np.repeat(wide(groups), 64, axis=0) for groups in (scales, zeros))
+    first = lambda groups: np.repeat(groups[::128], 128, axis=0)  # A step's first group for both.
+    swapped = lambda groups: groups.reshape(-1, 2, 64, n)[:, ::-1].reshape(k, n)
     rounded = lambda exact: wide(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16))
-    weights = rounded((q - repeated(zeros)) * repeated(scales))
+    weights = rounded((q - z) * s)
     # Each row picks a row of weights, so that the results are weights.
     picked = [0, 1, 63, 64, 65, 127, 128, 190, 191, 192, 200, 201, 202, 203, 254, 255]
     rows = jnp.zeros((16, k), jnp.bfloat16).at[jnp.arange(16), jnp.asarray(picked)].set(1)
@@ -84,14 +86,20 @@ def check_zeros(answer) -> str:
         out = run_kernel(answer, x, w, scales, zeros)
         product = lambda weights, x=x: wide(x) @ weights
         likely = [
-            (product((q - 8) * repeated(scales)), "every zero point was taken to be 8"),
-            (product(q * repeated(scales)), "nothing was subtracted from q"),
-            (product((q + repeated(zeros)) * repeated(scales)), "the zero points were added"),
-            (product((q + 120 - repeated(zeros)) * repeated(scales)), "the weights are 120 scales too large: 0x4300 is "
-             "128, and the 8 is what a zero point replaces"),
-            (product((q - 8 - repeated(zeros)) * repeated(scales)), "both 8 and the zero point were subtracted"),
-            (product(q * repeated(scales) - repeated(zeros)), "a zero point is an integer: subtract it before the scale"
-             " multiplies"),
+            (product((q - 8) * first(s)), "every zero point was taken to be 8, and both groups of a step have the "
+             "scales of its first"),
+            (product((q - first(z)) * first(s)), "both groups of a step have the numbers of its first"),
+            (product((q - z) * first(s)), "both groups of a step have the scales of its first"),
+            (product((q - first(z)) * s), "both groups of a step have the zero points of its first"),
+            (product((q - swapped(z)) * swapped(s)), "the two groups of a step are exchanged: which 64 values of K lie "
+             "in the lower half of a byte?"),
+            (product((q - 8) * s), "every zero point was taken to be 8"),
+            (product(q * s), "nothing was subtracted from q"),
+            (product((q + z) * s), "the zero points were added"),
+            (product((q + 120 - z) * s), "the weights are 120 scales too large: 0x4300 is 128, and the 8 is what a "
+             "zero point replaces"),
+            (product((q - 8 - z) * s), "both 8 and the zero point were subtracted"),
+            (product(q * s - z), "a zero point is an integer: subtract it before the scale multiplies"),
         ]  # fmt: skip
         if tolerance == 0 and out.shape == (16, n) and np.abs(wide(out) - product(weights)).max() < 1:
             if (twice := wide(out) != product(weights)).any():
@@ -100,7 +108,7 @@ def check_zeros(answer) -> str:
                     "and then multiply"
                 )
         require_close(out, product(weights), tolerance, where, likely)
-    return "The integer that is subtracted is exact, and a weight is rounded once."
+    return "A step has two groups, the integer that is subtracted is exact, and a weight is rounded once."
 
 
 # Exercise 4: e2m1 as float16 ------------------------------------------------------------------------------------------
