@@ -35,7 +35,8 @@ TABLE_WIDTHS_MIN = dict(cookbook=64, xla=16)
 class Backend(NamedTuple):
     """The functions of a backend, with the arguments and results of this package's kernels."""
 
-    linear: Callable  # (rows, weight, out_dtype): the product with a weight of (outputs, inputs), or Int8 or Packed.
+    # (rows, weight, out_dtype, bias or None): the product with a weight of (outputs, inputs), or Int8 or Packed.
+    linear: Callable
     gated: Callable  # (rows, weight): silu of the first half of the product, times the other half.
     rms_norm: Callable
     moe: Callable
@@ -68,13 +69,15 @@ def _swiglu(both, dtype):
     return (jax.nn.silu(gate) * up).astype(dtype)
 
 
-def _kernel_linear(x, weight, out_dtype):
+def _kernel_linear(x, weight, out_dtype, bias=None):
+    if bias is not None and isinstance(weight, (Int8, Packed)):
+        return (_kernel_linear(x, weight, jnp.float32) + bias).astype(out_dtype)
     if isinstance(weight, Int8):
         return cookbook.matmul_int8_weights(x, weight.values, weight.scales, transpose_w=True, out_dtype=out_dtype)
     if isinstance(weight, Packed):
         how = dict(zeros=weight.zeros, group_size=group_size_of(x.shape[1], len(weight.scales)))
         return cookbook.matmul_int4_weights(x, weight.words, weight.scales, **how, out_dtype=out_dtype)
-    return cookbook.matmul(x, weight, transpose_b=True, out_dtype=out_dtype)
+    return cookbook.matmul(x, weight, bias=bias, transpose_b=True, out_dtype=out_dtype)
 
 
 def _kernel_gated(x, weight):
@@ -86,14 +89,15 @@ def _kernel_gated(x, weight):
     return cookbook.glu(x, gate, up, transpose_weights=True)
 
 
-def _linear(x, weight, out_dtype):
+def _linear(x, weight, out_dtype, bias=None):
     weight = weight.floats(x.shape[1], x.dtype) if isinstance(weight, Packed) else weight
     values, scales = weight if isinstance(weight, Int8) else (weight, None)
     sums = jnp.promote_types(x.dtype, jnp.float32)
     out = jax.lax.dot_general(
         x, values.astype(x.dtype), (((1,), (1,)), ((), ())), precision="highest", preferred_element_type=sums
     )
-    return (out if scales is None else out * scales).astype(out_dtype)
+    out = out if scales is None else out * scales
+    return (out if bias is None else out + bias).astype(out_dtype)
 
 
 def _gated(x, weight):

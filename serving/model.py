@@ -124,9 +124,7 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
     turns = angles(batch.positions, config.head_dim, config.rope_theta, config.rope_scaling)
 
     def linear(x, name, out=dtype):
-        if (bias := weights.get(f"{name}.bias")) is None:
-            return ops.linear(x, weight(name), out)
-        return (ops.linear(x, weight(name), jnp.float32) + bias.astype(jnp.float32)).astype(out)
+        return ops.linear(x, weight(name), out, weights.get(f"{name}.bias"))
 
     def normed(x, added, name):
         """The norm of x + added, and that sum: the residual, which stays float32."""
@@ -149,7 +147,9 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
         y, x = normed(x, added, f"{layer}.post_attention_layernorm")
         if config.num_experts:
             experts = (weight(f"{layer}.mlp.experts.{name}_proj") for name in ("gate_up", "down"))
-            router_logits = linear(y, f"{layer}.mlp.gate", jnp.float32)
+            # XLA cuts off what a product of few columns stores beyond them: there it adds the bias, too.
+            router_logits = ops.linear(y, weight(f"{layer}.mlp.gate"), jnp.float32)
+            router_logits += weights.get(f"{layer}.mlp.gate.bias", 0.0)
             how = dict(top_k=config.num_experts_per_tok, renormalize=config.norm_topk_prob)
             if config.expert_bias:
                 how |= {f"b_{name}": weights[f"{layer}.mlp.experts.{name}_proj.bias"] for name in ("gate_up", "down")}

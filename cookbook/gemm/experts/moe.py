@@ -10,8 +10,9 @@ Shapes: x (..., H), router_logits (..., E), w_gate_up (E, H, 2I): the columns of
 w_down (E, I, H), o (..., H). x and the weights are all bfloat16 or all float16; routing is float32. Weights may also be
 packed ones of 4 bits (`packed.py`), MXFP4 as gpt-oss has them, or integers.
 
-The products are `ragged_dot`'s; SwiGLU is in the epilogue of the first, unless weights are packed or there are biases
-or a limit: then XLA applies these after the product, which is rounded to 16 bits before. `route.py` says which rows are
+The products are `ragged_dot`'s, or those of packed weights. SwiGLU is in the epilogue of the first, and with packed
+weights the biases are in both. Beside weights of 16 bits XLA applies biases, and SwiGLU with a limit or after a bias,
+to products that were rounded to 16 bits. `route.py` says which rows are
 a token's, and `copy_rows` brings it there.
 
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
@@ -30,14 +31,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import _host
-from ..grouped.kernel_gated import swiglu
+from ..grouped.kernel_gated_weights import gate_of
 from ..grouped.ragged_dot import default_config, ragged_dot
 from ..grouped.tables import SCANNED_MAX
 from . import packed
 from .copy_rows import copy_rows
 from .route import Routing, route, take
-
-ALPHA = 1.702  # gpt-oss's SwiGLU has gate * sigmoid(ALPHA * gate).
 
 
 def moe_reference(
@@ -76,13 +75,7 @@ def sum_of_rows(y, weights, rows):
 def swiglu_of(limit: float | None):
     """The function of (..., 2I) values, a gate's and then an up product's, whose (..., I) values the second product
     takes."""
-
-    def clamped(both):
-        gate, up = jnp.split(both, 2, axis=-1)
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-        return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
-
-    return swiglu if limit is None else clamped
+    return lambda both: gate_of(limit)(*jnp.split(both, 2, axis=-1))
 
 
 def biased(rows, bias, experts, group_offset=None):
@@ -287,16 +280,17 @@ def moe(
         tiles = _tiles_of(num, num_experts, tokens, w_gate_up, w_down, is_gated, num_sms)
     routing = route(router_logits.reshape(len(tokens), -1), top_k, renormalize, tiles)
     places = routing._replace(weights=None, experts=None)
-    product = functools.partial(
-        packed.product if is_packed else ragged_dot, group_sizes=routing.group_sizes, group_offset=group_offset
-    )
+    rows, groups = _permute(tokens, places), dict(group_sizes=routing.group_sizes, group_offset=group_offset)
+    if is_packed:
+        inner = packed.product(rows, w_gate_up, **groups, bias=b_gate_up, gate=(swiglu_limit,))
+        out = packed.product(inner, w_down, **groups, bias=b_down)
+        return _combine(out, routing.weights, places).reshape(x.shape)
     add = functools.partial(biased, experts=routing.experts, group_offset=group_offset)
     if is_gated:
-        inner = product(_permute(tokens, places), w_gate_up, activation="swiglu")
+        inner = ragged_dot(rows, w_gate_up, **groups, activation="swiglu")
     else:
-        both = product(_permute(tokens, places), w_gate_up)
-        inner = swiglu_of(swiglu_limit)(add(both, b_gate_up)).astype(x.dtype)
-    out = product(inner, w_down)
+        inner = swiglu_of(swiglu_limit)(add(ragged_dot(rows, w_gate_up, **groups), b_gate_up)).astype(x.dtype)
+    out = ragged_dot(inner, w_down, **groups)
     out = out if b_down is None else add(out, b_down).astype(x.dtype)
     return _combine(out, routing.weights, places).reshape(x.shape)
 
