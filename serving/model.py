@@ -128,8 +128,10 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
 
     def normed(x, added, name):
         """The norm of x + added, and that sum: the residual, which stays float32."""
-        norm = functools.partial(ops.rms_norm, scale=weight(name), eps=config.rms_norm_eps, out_dtype=dtype)
-        return (norm(x), x) if added is None else norm(added, residual=x)
+        how = dict(scale=weight(name), eps=config.rms_norm_eps, out_dtype=dtype)
+        if isinstance(added, tuple):  # Of experts.
+            return ops.rms_norm_of_parts(*added, residual=x, **how)
+        return (ops.rms_norm(x, **how), x) if added is None else ops.rms_norm(added, residual=x, **how)
 
     x, added = rows_of(weight("model.embed_tokens"), batch.tokens), None
     for i in range(config.num_hidden_layers):
@@ -155,12 +157,15 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
                 how |= {f"b_{name}": weights[f"{layer}.mlp.experts.{name}_proj.bias"] for name in ("gate_up", "down")}
             if config.swiglu_limit is not None:
                 how |= dict(swiglu_limit=config.swiglu_limit)
-            added = ops.moe(y, router_logits, *experts, **how)
+            added = ops.experts(y, router_logits, *experts, **how)
         else:
             added = linear(ops.gated(y, weight(f"{layer}.mlp.gate_up_proj")), f"{layer}.mlp.down_proj", jnp.float32)
     if not decode:
         last = jnp.maximum(batch.cu_seqlens_q[1:] - 1, 0)
-        x, added = x[last], added[last]
+        x, added = (
+            x[last],
+            (added[0], *(of_tokens[last] for of_tokens in added[1:])) if config.num_experts else added[last],
+        )
     y, _ = normed(x, added, "model.norm")
     head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
     return linear(y, head, jnp.float32), tuple(x.reshape(shape) for x in pages)

@@ -51,7 +51,9 @@ def _kernel(ends, kv_lens, outs_gmem, lses_gmem, sinks, out_gmem, lse_gmem, *, p
             acc, l_i = acc + spread(share) * out, l_i + share
         return acc, m_new, l_i
 
-    numbers = lambda value, shape=shape[:1], layout=per_row: plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+    numbers = lambda value, shape=shape[:1], layout=per_row: plgpu.layout_cast(
+        jnp.full(shape, value, jnp.float32), layout
+    )
     m_i, l_i = numbers(-jnp.inf), numbers(0.0)
     if sinks is not None:  # Each is one key more, whose value is zero.
         m_i, l_i = _device.load(sinks.at[unit, rows], per_row) * LOG2E, numbers(1.0)

@@ -253,7 +253,27 @@ def moe(
     Raises:
       ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
     """
-    x, router_logits = _host.as_array("moe", "x", x), _host.as_array("moe", "router_logits", router_logits)
+    x = _host.as_array("moe", "x", x)
+    out, weights, places = _routed(
+        x, router_logits, w_gate_up, w_down, top_k, renormalize, group_offset, b_gate_up, b_down, swiglu_limit
+    )
+    return jnp.zeros_like(x) if x.size == 0 else _combine(out, weights, places).reshape(x.shape)
+
+
+def unweighted(
+    x, router_logits, w_gate_up, w_down, *, top_k: int, renormalize: bool = True, b_gate_up=None, b_down=None,
+    swiglu_limit: float | None = None,
+):  # fmt: skip
+    """(out, rows, weights): as `moe` of (T, H) tokens, before each token's rows of `out` are weighted and added."""
+    out, weights, places = _routed(
+        x, router_logits, w_gate_up, w_down, top_k, renormalize, None, b_gate_up, b_down, swiglu_limit
+    )
+    return out, places.rows, weights
+
+
+def _routed(x, router_logits, w_gate_up, w_down, top_k, renormalize, group_offset, b_gate_up, b_down, swiglu_limit):
+    """Each row of an expert's results, the weights of each token's, and where these are."""
+    router_logits = _host.as_array("moe", "router_logits", router_logits)
     w_gate_up, w_down = packed.arrays_of("moe", "w_gate_up", w_gate_up), packed.arrays_of("moe", "w_down", w_down)
     top_k, renormalize = _host.option("moe", "top_k", top_k, int), _host.option("moe", "renormalize", renormalize, bool)
     b_gate_up, b_down = (
@@ -263,7 +283,7 @@ def moe(
     _check(x, router_logits, w_gate_up, w_down, top_k, group_offset, (b_gate_up, b_down))
     swiglu_limit, is_packed = _limit_of(swiglu_limit), isinstance(w_down, tuple)
     if x.size == 0:
-        return jnp.zeros_like(x)
+        return None, None, None
     num_sms = _host.require_tensor_cores("moe").num_sms
     arrays, tree = jax.tree.flatten((x, router_logits, w_gate_up, w_down, b_gate_up, b_down))
     if is_packed:
@@ -283,16 +303,14 @@ def moe(
     rows, groups = _permute(tokens, places), dict(group_sizes=routing.group_sizes, group_offset=group_offset)
     if is_packed:
         inner = packed.product(rows, w_gate_up, **groups, bias=b_gate_up, gate=(swiglu_limit,))
-        out = packed.product(inner, w_down, **groups, bias=b_down)
-        return _combine(out, routing.weights, places).reshape(x.shape)
+        return packed.product(inner, w_down, **groups, bias=b_down), routing.weights, places
     add = functools.partial(biased, experts=routing.experts, group_offset=group_offset)
     if is_gated:
         inner = ragged_dot(rows, w_gate_up, **groups, activation="swiglu")
     else:
         inner = swiglu_of(swiglu_limit)(add(ragged_dot(rows, w_gate_up, **groups), b_gate_up)).astype(x.dtype)
     out = ragged_dot(inner, w_down, **groups)
-    out = out if b_down is None else add(out, b_down).astype(x.dtype)
-    return _combine(out, routing.weights, places).reshape(x.shape)
+    return (out if b_down is None else add(out, b_down).astype(x.dtype)), routing.weights, places
 
 
 def _tiles_of(num_rows: int, num_experts: int, tokens, w_gate_up, w_down, is_gated: bool, num_sms: int):

@@ -77,7 +77,7 @@ def copy_step(plan: Plan, ring: Ring, slot, weights, lhs_gmem, row, col, k):
 
 
 def copy_halves(plan: Plan, source, target, filled, axis: int, shared: str | None = None):
-    """Starts the copy of both halves, which are `axis` of the source. The interpreter, which reshapes no Ref, takes two."""
+    """Starts to copy both halves, `axis` of the source; the interpreter, which reshapes no Ref, one after the other."""
     if not plan.interpreted:
         plgpu.copy_gmem_to_smem(source, target.reshape(source.shape), filled, collective_axes=shared)
         return
