@@ -19,7 +19,6 @@ Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp

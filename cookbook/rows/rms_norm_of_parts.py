@@ -10,7 +10,8 @@ float16 or float32; the arithmetic is float32, and total is of the residual's dt
 A block has one row, which its threads share. Parts are added in their order, so that results are bitwise reproducible.
 Rows of fewer than 128 values, of more than 8192, or not of a multiple of 8, are added up by XLA.
 
-Bound by: memory; a decode step's few rows by latency. Not supported: gradients (`cookbook.moe` and `rms_norm` have them).
+Bound by: memory; a decode step's few rows by latency. Not supported: gradients, which `cookbook.moe` and `rms_norm`
+have.
 """
 
 import functools
