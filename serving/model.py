@@ -148,9 +148,7 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
         y, x = normed(x, added, f"{layer}.post_attention_layernorm")
         if config.num_experts:
             experts = (weight(f"{layer}.mlp.experts.{name}_proj") for name in ("gate_up", "down"))
-            # XLA cuts off what a product of few columns stores beyond them: there it adds the bias, too.
-            router_logits = ops.linear(y, weight(f"{layer}.mlp.gate"), jnp.float32)
-            router_logits += weights.get(f"{layer}.mlp.gate.bias", 0.0)
+            router_logits = linear(y, f"{layer}.mlp.gate", jnp.float32)
             how = dict(top_k=config.num_experts_per_tok, renormalize=config.norm_topk_prob)
             if config.expert_bias:
                 how |= {f"b_{name}": weights[f"{layer}.mlp.experts.{name}_proj.bias"] for name in ("gate_up", "down")}

@@ -68,6 +68,12 @@ class Problem:
         a, b, o = self.itemsizes
         return dataclasses.replace(self, m=self.n, n=self.m, transposed=self.transposed[::-1], itemsizes=(b, a, o))
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it has so few columns of 32 bits, such as a router's, that transposed tiles would reach beyond them:
+        all of a tile is stored, and XLA cuts off the rest."""
+        return self.n < 64 and self.itemsizes[2] == 4
+
     def pitch(self, i: int) -> int:
         """Bytes from one row to the next of operand `i`, as it lies."""
         return self.itemsizes[i] * ((self.m, self.n)[i] if self.transposed[i] else self.k)
@@ -94,7 +100,7 @@ def candidates(problem: Problem) -> list[Config]:
 def _of_tile(p: Problem, tile_m: int, split_dim: int, tile_n: int, swapped: bool):
     """Configurations with this tile, of which the result fills more than half."""
     rows, cols = (tile_m, tile_n // 2) if split_dim else (tile_m // 2, tile_n)
-    unit = 8 if swapped else 32
+    unit = 8 if swapped or p.is_narrow else 32
     least = (64 if p.transposed[1] else unit) * (1 + split_dim)
     if cols % unit or rows * cols > 64 * 256 or tile_m >= 2 * max(p.m, 65) or (tile_n > least and tile_n >= 2 * p.n):
         return
@@ -147,6 +153,7 @@ def predict(config: Config, problem: Problem, c: Constants = H200) -> float:
     written = by_alignment(o * problem.n, c.write_128, c.write_32, c.write_16)
     memory = read / c.read / 1e6 + o * p.m * p.n / written / 1e6
     parts = c.second_kernel + 4e-6 * config.split_k * p.m * p.n / c.read if config.second_kernel else 0.0
+    parts += c.second_kernel * (config.swapped and not config.second_kernel and problem.is_narrow)
     return c.start + parts + longer(time, memory)
 
 
