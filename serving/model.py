@@ -113,13 +113,15 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
     lens = batch.kv_lens, *(() if decode else (batch.cu_seqlens_q,))
     shape, layers, places = pages[0].shape, np.arange(config.page_layers, dtype=np.int32), config.places_in_page
     pages = [x.reshape(-1, *shape[2:]) for x in pages]  # One layer's after the other's.
-    tables = [batch.block_tables + layers[:, None, None] * shape[1]]
-    in_layers = lambda mapping: jnp.where(mapping < 0, -1, mapping + layers[:, None] * (shape[1] * shape[2]))
-    slots = [in_layers(batch.slot_mapping)]
-    if config.window_layers:
-        given_back = batch.window_tables < 0
-        tables.append(jnp.where(given_back, -1, batch.window_tables + layers[:, None, None] * shape[1]))
-        slots.append(in_layers(batch.window_slot_mapping))
+
+    def in_layers(size: int, *kinds):
+        """Pages or slots of each kind of layers in all layers, which have `size` each: two launches for the model."""
+        numbers = jnp.stack(kinds if config.window_layers else kinds[:1])[:, None]
+        first = layers.reshape(-1, *[1] * (numbers.ndim - 2)) * size
+        return jnp.where(numbers < 0, -1, numbers + first)
+
+    tables = in_layers(shape[1], batch.block_tables, batch.window_tables)
+    slots = in_layers(shape[1] * shape[2], batch.slot_mapping, batch.window_slot_mapping)
     turns = angles(batch.positions, config.head_dim, config.rope_theta, config.rope_scaling)
 
     def linear(x, name, out=dtype):
@@ -142,8 +144,8 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
         kind, at = int(i in config.window_layers), places[i]
         if kind:
             how |= dict(local_window_size=config.sliding_window - 1)  # Without the token that asks.
-        q, *pages = ops.rope_write_kv(qkv, *turns, *pages, slots[kind][at], eps=config.rms_norm_eps, **norms)
-        out = attend(q, *pages, tables[kind][at], *lens, **how)
+        q, *pages = ops.rope_write_kv(qkv, *turns, *pages, slots[kind, at], eps=config.rms_norm_eps, **norms)
+        out = attend(q, *pages, tables[kind, at], *lens, **how)
         added = linear(out.reshape(rows, -1), f"{layer}.self_attn.o_proj", jnp.float32)
         y, x = normed(x, added, f"{layer}.post_attention_layernorm")
         if config.num_experts:
