@@ -36,7 +36,7 @@ from ..grouped.ragged_dot import default_config, ragged_dot
 from ..grouped.tables import SCANNED_MAX
 from . import packed
 from .copy_rows import copy_rows
-from .route import Routing, route, take
+from .route import Routing, route, sum_of_rows, take
 
 
 def moe_reference(
@@ -63,13 +63,6 @@ def moe_reference(
     numbers, zeros = group_offset + jnp.arange(w_down.shape[0]), lambda w: jnp.zeros((len(w), w.shape[2]), dtype)
     biases = (zeros(w) if b is None else b for w, b in ((w_gate_up, b_gate_up), (w_down, b_down)))
     return lax.scan(add_expert, jnp.zeros_like(x), (numbers, w_gate_up, w_down, *biases))[0]
-
-
-def sum_of_rows(y, weights, rows):
-    """Sum in float32 of each token's `rows` of y, times `weights` if there are any; one fused loop."""
-    parts = [take(y, rows[:, j]).astype(jnp.float32) for j in range(rows.shape[1])]
-    parts = parts if weights is None else [weights[:, j, None] * part for j, part in enumerate(parts)]
-    return functools.reduce(jnp.add, parts).astype(y.dtype)
 
 
 def swiglu_of(limit: float | None):
@@ -298,9 +291,10 @@ def _routed(x, router_logits, w_gate_up, w_down, top_k, renormalize, group_offse
     # Products of few experts read no table, and with `group_offset` they make their own.
     if group_offset is None and num_experts > SCANNED_MAX:
         tiles = _tiles_of(num, num_experts, tokens, w_gate_up, w_down, is_gated, num_sms)
-    routing = route(router_logits.reshape(len(tokens), -1), top_k, renormalize, tiles)
-    places = routing._replace(weights=None, experts=None)
-    rows, groups = _permute(tokens, places), dict(group_sizes=routing.group_sizes, group_offset=group_offset)
+    routing = route(router_logits.reshape(len(tokens), -1), top_k, renormalize, tiles, tokens)
+    places = routing._replace(weights=None, experts=None, copies=None)
+    rows = _permute(tokens, places) if routing.copies is None else routing.copies
+    groups = dict(group_sizes=routing.group_sizes, group_offset=group_offset)
     if is_packed:
         inner = packed.product(rows, w_gate_up, **groups, bias=b_gate_up, gate=(swiglu_limit,))
         return packed.product(inner, w_down, **groups, bias=b_down), routing.weights, places

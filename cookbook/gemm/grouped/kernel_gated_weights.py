@@ -4,14 +4,14 @@
     o = act(gate) * up,    gate = a @ w[:, :N] + bias[:N],    up = a @ w[:, N:] + bias[N:]
 
 A tile of weights takes half of its columns from the gate, and the other half N columns further. So half of the compute
-warpgroups have sums of the gate, and the others those of the up product for the same values of o, which they hand over
-through shared memory, piece after piece.
+warpgroups have sums of the gate, and the others those of the up product for the same values of o. The two of a pair
+hand over their sums through shared memory and finish them in turn, piece after piece. Who writes a piece has read the
+one before, so nobody waits for room.
 
-Barriers, beside those of `gemm/kernel.py`, one of each for each pair of warpgroups:
+Barriers, beside those of `gemm/kernel.py`, two for each pair of warpgroups:
 
-    barrier    arrivals                   who waits
-    handed     the up product's           the gate's, before it reads the piece
-    taken      the gate's                 the up product's, before it writes the next one
+    barrier        arrivals              who waits
+    handed[turn]   who hands over        the other, before it reads the piece; who does what alternates with the turn
 """
 
 import dataclasses
@@ -48,9 +48,8 @@ def gated(plan: Plan, columns: int) -> Plan:
     """`plan`, of a product with twice as many `columns`, for values of o of so many."""
     plan, pairs = dataclasses.replace(plan, gated=columns), plan.config.warpgroups // 2
     exchange = dict(
-        up_smem=plgpu.SMEM((pairs, *plan.store_piece), jnp.float32),
-        handed=plgpu.Barrier(num_barriers=pairs),
-        taken=plgpu.Barrier(num_barriers=pairs),
+        handed_smem=plgpu.SMEM((pairs, *plan.store_piece), jnp.float32),
+        handed=plgpu.Barrier(num_barriers=2 * pairs),
     )
     more = _device.smem_bytes(exchange)
     config = dataclasses.replace(
@@ -87,36 +86,35 @@ def copy_halves(plan: Plan, source, target, filled, axis: int, shared: str | Non
         plgpu.copy_gmem_to_smem(source.at[(*before, i)], half, filled, collective_axes=shared)
 
 
-def store(plan: Plan, tile: Tile, number, o_gmem, o_smem, values, *, limit, up_smem, handed, taken):
+def store(plan: Plan, tile: Tile, number, o_gmem, o_smem, values, *, limit, handed_smem, handed):
     """As `store` of `grouped/kernel.py`; `values` are the gate's or the up product's."""
     (height, width), role, pairs = plan.store_piece, lax.axis_index("role"), plan.config.warpgroups // 2
-    pair = _device.rem(role, pairs)
+    pair, is_gate = _device.rem(role, pairs), role < pairs
     row, col, left = _device.div(tile.row, 2) + pair * plan.compute_tile[0], tile.col, tile.end - tile.col
-    up_smem, handed, taken = up_smem.at[pair], handed.at[pair], taken.at[pair]
     for count, (i, j) in enumerate(plan.store_pieces):
-        piece = values[i : i + height, j : j + width]
+        piece, before = values[i : i + height, j : j + width], number * len(plan.store_pieces) + count
+        turn = _device.rem(before, 2)
+        barrier, finishes = handed.at[2 * pair + turn], is_gate == (turn == 0)
 
-        @pl.when(role >= pairs)
-        def _(piece=piece):
-            _device.store(up_smem, piece)
-            plgpu.barrier_arrive(handed)
-            plgpu.barrier_wait(taken)
+        @pl.when(~finishes)
+        def _(piece=piece, barrier=barrier):
+            _device.store(handed_smem.at[pair], piece)
+            plgpu.barrier_arrive(barrier)
 
-        @pl.when(role < pairs)
-        def _(piece=piece, i=i, j=j, count=count):
-            plgpu.barrier_wait(handed)
-            up = _device.load(up_smem)
-            piece_smem, piece_tma = slot_of_piece(plan, o_smem, role, number * len(plan.store_pieces) + count)
-            out = gate_of(limit)(piece, up).astype(plan.out_dtype)
+        @pl.when(finishes)
+        def _(piece=piece, barrier=barrier, before=before, i=i, j=j):
+            plgpu.barrier_wait(barrier)
+            other, gate = _device.load(handed_smem.at[pair]), gate_of(limit)
+            out = lax.cond(is_gate, lambda: gate(piece, other), lambda: gate(other, piece)).astype(plan.out_dtype)
+            piece_smem, piece_tma = slot_of_piece(plan, o_smem, role, _device.div(before, 2))
             piece_smem[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-            plgpu.commit_smem()  # It also waits until `up` is there.
-            plgpu.barrier_arrive(taken)
+            plgpu.commit_smem()  # All threads have read the other's piece by then.
             send_rows(piece_tma, target_of_piece(plan, o_gmem, row + i, col + j), left - j)
 
 
-def kernel(w_gmem, lhs_gmem, table, bias, o_gmem, *, plan: Plan, limit, up_smem, handed, taken, **scratch):
+def kernel(w_gmem, lhs_gmem, table, bias, o_gmem, *, plan: Plan, limit, handed_smem, handed, **scratch):
     """The kernel of grouped products with weights of 4 bits and SwiGLU."""
-    store_tile = functools.partial(store, limit=limit, up_smem=up_smem, handed=handed, taken=taken)
+    store_tile = functools.partial(store, limit=limit, handed_smem=handed_smem, handed=handed)
     run(w_gmem, lhs_gmem, table, None, bias, o_gmem, plan, **scratch, copy=copy_step, store=store_tile)
 
 

@@ -139,7 +139,7 @@ def grouped(
     if gate is not None:
         plan, w = gated(plan, columns), w.reshape(num_groups, 2, columns, -1)
         of_groups = [numbers.reshape(*numbers.shape[:2], 2, columns) for numbers in of_groups]
-    table, params = tiles.table_of(group_sizes, group_offset), _host.compiler_params()
+    table, params = tiles.table_of(group_sizes, group_offset), _host.compiler_params(approx_math=gate is not None)
     bias = None if bias is None else pad_bias(bias, plan)
     kernel = kernel_four_bits if gate is None else kernel_with(*gate)
     return grouped_product(kernel, lhs, (w, *of_groups), table, bias, plan=plan, params=params)
