@@ -13,6 +13,7 @@ import pytest
 
 import cookbook
 from cookbook import _host, blackwell
+from cookbook.gemm.dense.pack import shape_of
 from tests.lowering import H200, lowered
 
 B200 = _host.Target("b200", num_sms=148)
@@ -100,13 +101,13 @@ def int4_weights(draw: Draw):
     numbers = [aval(draw.choice(FLOATS), -(-k // size), n), aval(draw.choice(["uint8", dtype]), -(-k // size), n)]
     how = dict(group_size=size, out_dtype=draw.choice(FLOATS))
     fn = lambda x, w, scales, zeros=None: cookbook.matmul_int4_weights(x, w, scales, zeros=zeros, **how)
-    return fn, [aval(dtype, m, k), aval("uint32", n, -(-k // 64) * 8), *numbers[: draw.choice([1, 2])]]
+    return fn, [aval(dtype, m, k), aval("uint32", *shape_of(n, k)), *numbers[: draw.choice([1, 2])]]
 
 
 def mxfp4_weights(draw: Draw):
     m, n, k = draw.size(), draw.size(), draw.size(8)
     units, how = -(-k // 64), dict(out_dtype=draw.choice(FLOATS))
-    avals = [aval("bfloat16", m, k), aval("uint32", n, 8 * units), aval("uint16", units, n)]
+    avals = [aval("bfloat16", m, k), aval("uint32", *shape_of(n, k)), aval("uint16", units, n)]
     return functools.partial(cookbook.matmul_mxfp4_weights, **how), avals
 
 

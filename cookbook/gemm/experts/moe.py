@@ -46,7 +46,7 @@ def moe_reference(
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     x, logits = x.astype(dtype), router_logits.astype(dtype)
     if isinstance(w_down, tuple):
-        inner = w_gate_up[0].shape[1] // 2
+        inner = w_gate_up[1].shape[-1] // 2
         w_gate_up, w_down = packed.floats(w_gate_up, x.shape[-1], dtype), packed.floats(w_down, inner, dtype)
     chosen, experts = lax.top_k(logits, top_k)
     weights = jax.nn.softmax(chosen) if renormalize else jnp.exp(chosen - jax.nn.logsumexp(logits, -1, keepdims=True))
@@ -296,7 +296,7 @@ def _routed(x, router_logits, w_gate_up, w_down, top_k, renormalize, group_offse
     rows = _permute(tokens, places) if routing.copies is None else routing.copies
     groups = dict(group_sizes=routing.group_sizes, group_offset=group_offset)
     if is_packed:
-        inner = packed.product(rows, w_gate_up, **groups, bias=b_gate_up, gate=(swiglu_limit,))
+        inner = packed.swiglu(rows, w_gate_up, **groups, bias=b_gate_up, limit=swiglu_limit)
         return packed.product(inner, w_down, **groups, bias=b_down), routing.weights, places
     add = functools.partial(biased, experts=routing.experts, group_offset=group_offset)
     if is_gated:
@@ -310,7 +310,7 @@ def _routed(x, router_logits, w_gate_up, w_down, top_k, renormalize, group_offse
 def _tiles_of(num_rows: int, num_experts: int, tokens, w_gate_up, w_down, is_gated: bool, num_sms: int):
     """How many rows the tiles of the two products have."""
     if isinstance(w_down, tuple):
-        hidden, inner = tokens.shape[1], w_gate_up[0].shape[1] // 2
+        hidden, inner = tokens.shape[1], w_gate_up[1].shape[-1] // 2
         sizes = (2 * inner, hidden), (hidden, inner)
         axes = [(packed.default_config(num_rows, n, k, num_experts, num_sms), 1) for n, k in sizes]
     else:

@@ -5,15 +5,18 @@
     (w, scales)            integers from -8 to 7, scales of a floating dtype, a row of them for each group along K
     (w, scales, zeros)     integers from 0 to 15 with zero points: what `pack_int4_gptq` and `pack_int4_awq` return
 
-Shapes: w (E, N, 8 ceil(K / 64)), scales and zeros (E, groups, N). How many groups there are says how large they are.
+Shapes: w (E, ceil(N / 64), ceil(K / 64), 512), scales and zeros (E, groups, N). Their number says how large groups
+are.
 """
 
 import jax
 import jax.numpy as jnp
 
 from ... import _host
+from ..dense.four_bits import UNIT
 from ..dense.matmul_int4_weights import group_size_of, weights_reference
 from ..dense.matmul_mxfp4_weights import widened
+from ..grouped.kernel_gated_weights import gate_of
 from ..grouped.ragged_dot_int4_weights import checked as checked_int4
 from ..grouped.ragged_dot_int4_weights import default_config as default_config
 from ..grouped.ragged_dot_int4_weights import grouped
@@ -58,21 +61,30 @@ def product(rows, w: tuple, group_sizes, group_offset, **epilogue):
     return grouped("moe", *operands, group_sizes, group_offset, **epilogue)
 
 
+def swiglu(rows, w: tuple, limit: float | None, **how):
+    """SwiGLU of the product, whose columns are the gate's and then the up product's."""
+    if w[1].shape[-1] % (2 * UNIT) == 0:
+        return product(rows, w, **how, gate=(limit,))
+    gate, up = jnp.split(product(rows, w, **how).astype(jnp.float32), 2, axis=1)  # A block has columns of both.
+    return gate_of(limit)(gate, up).astype(rows.dtype)
+
+
 def sizes_of(op: str, x, w_gate_up, w_down) -> tuple[int, int]:
     """E and I of checked weights; the products check the rest."""
     if not (isinstance(w_gate_up, tuple) and isinstance(w_down, tuple)):
         raise ValueError(f"{_host.PACKAGE}.{op}: w_gate_up and w_down must both be arrays, or both be packed")
-    (gate_up, down), hidden = (w_gate_up[0], w_down[0]), x.shape[-1] if x.ndim else 0
+    hidden = x.shape[-1] if x.ndim else 0
     dtypes = (jnp.bfloat16,) if is_mxfp4(w_gate_up) or is_mxfp4(w_down) else (jnp.bfloat16, jnp.float16)
     if x.dtype not in dtypes:
         names = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
         raise ValueError(f"{_host.PACKAGE}.{op}: {x.dtype=}; must be {names} beside these weights: cast it")
-    shapes = f"{_host.PACKAGE}.{op}: w_gate_up[0].shape={gate_up.shape}, w_down[0].shape={down.shape}"
+    (gate_up, down) = w_gate_up[1], w_down[1]
+    shapes = f"{_host.PACKAGE}.{op}: w_gate_up[1].shape={gate_up.shape}, w_down[1].shape={down.shape}"
     if gate_up.ndim != 3 or down.ndim != 3:
-        raise ValueError(f"{shapes}; must be a matrix for each expert")
-    count, columns, _ = gate_up.shape
-    if columns % 16 or down.shape[:2] != (count, hidden):
+        raise ValueError(f"{shapes}; scales must be (E, groups, columns), a matrix of weights for each expert")
+    count, _, columns = gate_up.shape
+    if columns % 16 or (down.shape[0], down.shape[2]) != (count, hidden):
         raise ValueError(
-            f"{shapes}; must be (E, 2I, words) and (E, {hidden}, words), of an I that is a multiple of 8: pad it"
+            f"{shapes}; must be (E, groups, 2I) and (E, groups, {hidden}), of an I that is a multiple of 8: pad it"
         )
     return count, columns // 2

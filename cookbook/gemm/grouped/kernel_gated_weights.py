@@ -52,9 +52,8 @@ def gated(plan: Plan, columns: int) -> Plan:
         handed=plgpu.Barrier(num_barriers=2 * pairs),
     )
     more = _device.smem_bytes(exchange)
-    config = dataclasses.replace(
-        plan.config, num_stages=slots_of_ring(plan.config, lambda count: plan.smem_bytes(count) + more)
-    )
+    slots = slots_of_ring(plan.config, lambda count: plan.smem_bytes(count) + more)
+    config = dataclasses.replace(plan.config, num_stages=plan.config.num_stages or 1 << slots.bit_length() - 1)
     return dataclasses.replace(
         plan,
         tiles=dataclasses.replace(plan.tiles, config=config),
@@ -66,10 +65,11 @@ def copy_step(plan: Plan, ring: Ring, slot, weights, lhs_gmem, row, col, k):
     """As `copy_step` of `dense/kernel_int8_weights.py`, of weights whose columns are (2, N)."""
     (w_gmem, *of_groups), filled, num = weights, ring.filled.at[slot], plan.config.tile_m // 2
     plan.b.copy(lhs_gmem, plan.b.at(col, k), ring.b_tma.at[slot], filled, shared=plan.axis_m)
-    columns, (_, width) = pl.ds(_device.div(row, 2), num), plan.a.piece
-    for _, j in plan.a.pieces:
-        words = pl.ds(_device.div(k, plan.a.packed) + j * width, width)
-        copy_halves(plan, w_gmem.at[:, columns, words], ring.a_tma.at[slot, 0, j], filled, 0, plan.axis_n)
+    row = _device.div(row, 2)
+    columns, (blocks, runs, _) = pl.ds(row, num), plan.a.tile
+    block, run = plan.a.at(row, k)
+    words = w_gmem.at[:, pl.ds(block, blocks // 2), pl.ds(run, runs)]
+    copy_halves(plan, words, ring.a_tma.at[slot], filled, 0, plan.axis_n)
     for gmem, smem, (_, _, size) in zip(of_groups, ring.of_groups, plan.of_groups, strict=True):
         groups = pl.ds(_device.div(k, size), smem.shape[1])
         copy_halves(plan, gmem.at[groups, :, columns], smem.at[slot], filled, 1)
