@@ -15,6 +15,10 @@ A layer of a step that decodes is as few kernels as there are points where all t
     norm (adds the residual)  ->  product q, k, v  ->  rotation and write to the pages  ->  attention, and its merge
     ->  product o  ->  norm (adds the residual)  ->  product gate, up with SwiGLU  ->  product down
 
+and with experts, whose rows the next norm weights and adds to the residual,
+
+    ->  product of the router  ->  routing, which copies rows  ->  product gate, up with SwiGLU  ->  product down
+
 Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (2023).
 """
 

@@ -383,8 +383,8 @@ def test_mutants_of_swiglu_are_caught(run_only, mutant, monkeypatch, found_if, m
         mutant(kernel_gated_weights, "plgpu", barrier_wait=lambda barrier: None)
     jax.clear_caches()
     with found_if(mutation is not None):
-        fn = functools.partial(of_gate, config=Config(256, 32, warpgroups=4, num_stages=2))
-        lab.check(fn, of_gate_reference, *gated(192), gpu=None)
+        fn = functools.partial(of_gate, config=Config(128, 48, num_stages=2))
+        lab.check(fn, of_gate_reference, *gated(128), gpu=None)
     jax.clear_caches()
 
 
