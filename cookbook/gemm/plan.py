@@ -55,7 +55,6 @@ class Plan:
     interpreted: bool
     others: tuple[tuple[str, Any], ...] = ()  # Further scratch of this kernel, not counted in `smem_bytes`.
     num_sums: int = 1  # Sums that a value of o is made of. Those of a warpgroup lie one below the other.
-    gated: int = 0  # Columns of o, where a warpgroup has sums of the gate or of the up product; 0: neither.
     four_bits: Any = None  # The format of operand a, if its values have 4 bits: a `FourBits` of `dense/four_bits.py`.
 
     @property
@@ -110,8 +109,7 @@ class Plan:
         """Rows and columns of a piece of the tile on its way out: the most columns that divide it and are swizzled."""
         cols = self.config.compute_tile[1] // self.owners // self.config.tail_split
         if self.swapped:
-            widest = 16 if self.gated else 64  # A piece of each product is in registers.
-            return STORE_ROWS, max(width for width in (8, 16, 32, 64) if cols % width == 0 and width <= widest)
+            return STORE_ROWS, max(width for width in (8, 16, 32, 64) if cols % width == 0)
         widths = [swizzle // self.stored_dtype.itemsize for swizzle in (32, 64, 128)]
         if cols % widths[0]:
             raise ValueError(
@@ -170,8 +168,7 @@ class Plan:
     @property
     def copies(self) -> int:
         """Copies of a step."""
-        of_weights = self.a.copies + len(self.of_groups)
-        return self.b.copies + of_weights * (2 if self.gated and self.interpreted else 1)
+        return self.a.copies + self.b.copies + len(self.of_groups)
 
     @property
     def axis_m(self) -> str | None:

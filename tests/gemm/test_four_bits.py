@@ -1,6 +1,5 @@
 """Weights of 4 bits: packed from every layout and back, widened in registers, multiplied; errors, mutants."""
 
-import dataclasses
 import functools
 import inspect
 
@@ -15,8 +14,6 @@ import lab
 from cookbook import _device, _host
 from cookbook.gemm.dense import four_bits, kernel_int8_weights, pack
 from cookbook.gemm.dense.four_bits import E2M1, Integers
-from cookbook.gemm.grouped import kernel_gated_weights
-from cookbook.gemm.grouped import kernel_int8_weights as kernel_int8_weights_of_groups
 from tests import ptx
 from tests.arrays import array
 
@@ -335,57 +332,23 @@ def test_groups_of_mxfp4():
     lab.check(fn, ragged_mxfp4.ragged_dot_mxfp4_weights_reference, x, w, scales, sizes)
 
 
-LIMIT = 2.0
-
-
-def gated(columns, seed=0):
-    """(rows, words, scales, biases, sizes), whose gates and up products meet both clamps."""
-    rng = np.random.default_rng(seed)
-    w = cookbook.pack_mxfp4(*checkpoint(rng, 2 * columns, 160, lead=(4,)))
+@pytest.mark.parametrize("n, gpu", [(136, "h200"), (192, None)])
+def test_biases_of_groups(n, gpu):
+    """Of columns that end within a warpgroup's, and before one's; rows of no group have none."""
+    w = cookbook.pack_mxfp4(*checkpoint(np.random.default_rng(n), n, 160, lead=(4,)))
     x, sizes = rows_of_groups(160)
-    return 20 * x, *w, array(rng.normal(size=(4, 2 * columns)), F32), sizes
+    bias = array(np.random.default_rng(7).normal(size=(4, n)), F32)
 
+    def fn(x, w, scales, sizes, bias):
+        operands = ragged_mxfp4.checked("op", x, w, scales)
+        return ragged_int4.grouped("op", *operands, sizes, None, config=Config(256, 16, warpgroups=4), bias=bias)
 
-def of_gate(x, w, scales, bias, sizes, limit=LIMIT, config=None):
-    operands = ragged_mxfp4.checked("op", x, w, scales)
-    return ragged_int4.grouped("op", *operands, sizes, None, config=config, bias=bias, gate=(limit,))
+    def reference(x, w, scales, sizes, bias):
+        out = ragged_mxfp4.ragged_dot_mxfp4_weights_reference(x, w, scales, sizes)
+        biases = jnp.concatenate([jnp.broadcast_to(of, (size, n)) for of, size in zip(bias, SIZES, strict=True)])
+        return out.at[: sum(SIZES)].add(biases)
 
-
-def of_gate_reference(x, w, scales, bias, sizes, limit=LIMIT):
-    both = ragged_mxfp4.ragged_dot_mxfp4_weights_reference(x, w, scales, sizes)
-    group = np.repeat(np.arange(4), SIZES)
-    gate, up = jnp.split(both[: len(group)] + bias[group], 2, axis=1)
-    if limit:
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit) + 1
-    return jnp.pad(gate * up / (1 + jnp.exp(-gate * (1.702 if limit else 1.0))), ((0, POISON), (0, 0)))
-
-
-@pytest.mark.parametrize(
-    "columns, config, limit",
-    [
-        (192, Config(256, 16, warpgroups=4, num_stages=2), LIMIT),  # The last tile has 64 columns of each product.
-        (64, Config(128, 48, tile_k=64, overlap=True), None),  # Some pieces have no row.
-    ],
-)
-def test_swiglu_in_the_epilogue(columns, config, limit):
-    fn = functools.partial(of_gate, limit=limit, config=config)
-    lab.check(fn, functools.partial(of_gate_reference, limit=limit), *gated(columns), gpu="h200" if limit else None)
-
-
-@pytest.mark.parametrize("mutation", ["bias", "waits", None])
-def test_mutants_of_swiglu_are_caught(run_only, mutant, monkeypatch, found_if, mutation):
-    """Biases of other columns; a piece that is read before it is written, or written before it is read."""
-    if mutation == "bias":
-        right = kernel_int8_weights_of_groups.bias_of
-        wrong = lambda plan, *args: right(dataclasses.replace(plan, gated=0), *args)
-        monkeypatch.setattr(kernel_int8_weights_of_groups, "bias_of", wrong)
-    elif mutation:
-        mutant(kernel_gated_weights, "plgpu", barrier_wait=lambda barrier: None)
-    jax.clear_caches()
-    with found_if(mutation is not None):
-        fn = functools.partial(of_gate, config=Config(128, 48, num_stages=2))
-        lab.check(fn, of_gate_reference, *gated(128), gpu=None)
-    jax.clear_caches()
+    lab.check(fn, reference, x, *w, sizes, bias, gpu=gpu)
 
 
 @pytest.mark.parametrize("count", [pytest.param(3, marks=pytest.mark.slow), 2])

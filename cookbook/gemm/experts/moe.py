@@ -10,9 +10,9 @@ Shapes: x (..., H), router_logits (..., E), w_gate_up (E, H, 2I): the columns of
 w_down (E, I, H), o (..., H). x and the weights are all bfloat16 or all float16; routing is float32. Weights may also be
 packed ones of 4 bits (`packed.py`), MXFP4 as gpt-oss has them, or integers.
 
-The products are `ragged_dot`'s, or those of packed weights. SwiGLU is in the epilogue of the first, and with packed
-weights the biases are in both. Beside weights of 16 bits XLA applies biases, and SwiGLU with a limit or after a bias,
-to products that were rounded to 16 bits. `route.py` says which rows are
+The products are `ragged_dot`'s, or those of packed weights; SwiGLU is in the epilogue of the first, unless weights are
+packed or there are biases or a limit: then XLA applies it after the product, which is rounded to 16 bits before. Biases
+are added in the products of packed weights, and by XLA to others. `route.py` says which rows are
 a token's, and `copy_rows` brings it there.
 
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
@@ -23,7 +23,6 @@ Shazeer et al., "Outrageously large neural networks" (2017); Gale et al., "MegaB
 padding; gpt-oss (2025), for MXFP4 experts.
 """
 
-import functools
 import math
 
 import jax
@@ -31,12 +30,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import _host
-from ..grouped.kernel_gated_weights import gate_of
+from ..grouped.kernel_gated import swiglu
 from ..grouped.ragged_dot import default_config, ragged_dot
 from ..grouped.tables import SCANNED_MAX
 from . import packed
 from .copy_rows import copy_rows
 from .route import Routing, route, sum_of_rows, take
+
+ALPHA = 1.702  # gpt-oss's SwiGLU has gate * sigmoid(ALPHA * gate).
 
 
 def moe_reference(
@@ -68,7 +69,13 @@ def moe_reference(
 def swiglu_of(limit: float | None):
     """The function of (..., 2I) values, a gate's and then an up product's, whose (..., I) values the second product
     takes."""
-    return lambda both: gate_of(limit)(*jnp.split(both, 2, axis=-1))
+
+    def clamped(both):
+        gate, up = jnp.split(both, 2, axis=-1)
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
+
+    return swiglu if limit is None else clamped
 
 
 def biased(rows, bias, experts, group_offset=None):
@@ -295,16 +302,19 @@ def _routed(x, router_logits, w_gate_up, w_down, top_k, renormalize, group_offse
     places = routing._replace(weights=None, experts=None, copies=None)
     rows = _permute(tokens, places) if routing.copies is None else routing.copies
     groups = dict(group_sizes=routing.group_sizes, group_offset=group_offset)
-    if is_packed:
-        inner = packed.swiglu(rows, w_gate_up, **groups, bias=b_gate_up, limit=swiglu_limit)
-        return packed.product(inner, w_down, **groups, bias=b_down), routing.weights, places
-    add = functools.partial(biased, experts=routing.experts, group_offset=group_offset)
+
+    def affine(rows, w, bias):
+        """The product and the bias, in 16 bits or in float32."""
+        if is_packed:
+            return packed.product(rows, w, **groups, bias=bias)
+        out = ragged_dot(rows, w, **groups)
+        return out if bias is None else biased(out, bias, routing.experts, group_offset)
+
     if is_gated:
         inner = ragged_dot(rows, w_gate_up, **groups, activation="swiglu")
     else:
-        inner = swiglu_of(swiglu_limit)(add(ragged_dot(rows, w_gate_up, **groups), b_gate_up)).astype(x.dtype)
-    out = ragged_dot(inner, w_down, **groups)
-    return (out if b_down is None else add(out, b_down).astype(x.dtype)), routing.weights, places
+        inner = swiglu_of(swiglu_limit)(affine(rows, w_gate_up, b_gate_up).astype(jnp.float32)).astype(x.dtype)
+    return affine(inner, w_down, b_down).astype(x.dtype), routing.weights, places
 
 
 def _tiles_of(num_rows: int, num_experts: int, tokens, w_gate_up, w_down, is_gated: bool, num_sms: int):

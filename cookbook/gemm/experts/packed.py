@@ -13,10 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from ... import _host
-from ..dense.four_bits import UNIT
 from ..dense.matmul_int4_weights import group_size_of, weights_reference
 from ..dense.matmul_mxfp4_weights import widened
-from ..grouped.kernel_gated_weights import gate_of
 from ..grouped.ragged_dot_int4_weights import checked as checked_int4
 from ..grouped.ragged_dot_int4_weights import default_config as default_config
 from ..grouped.ragged_dot_int4_weights import grouped
@@ -50,23 +48,15 @@ def floats(w: tuple, k: int, dtype):
     return jax.vmap(of_expert)(*w)
 
 
-def product(rows, w: tuple, group_sizes, group_offset, **epilogue):
-    """As `ragged_dot`, with packed weights, and what `grouped` has in its epilogue."""
+def product(rows, w: tuple, group_sizes, group_offset, bias):
+    """As `ragged_dot`, with packed weights, plus the bias of each row's expert in float32, if there is one."""
     if is_mxfp4(w):
         operands = checked_mxfp4("moe", rows, *w)
     else:
         words, scales, *zeros = w
         group_size = group_size_of(rows.shape[1], scales.shape[-2] if scales.ndim == 3 else 0)
         operands = checked_int4("moe", rows, words, scales, zeros[0] if zeros else None, group_size)
-    return grouped("moe", *operands, group_sizes, group_offset, **epilogue)
-
-
-def swiglu(rows, w: tuple, limit: float | None, **how):
-    """SwiGLU of the product, whose columns are the gate's and then the up product's."""
-    if w[1].shape[-1] % (2 * UNIT) == 0:
-        return product(rows, w, **how, gate=(limit,))
-    gate, up = jnp.split(product(rows, w, **how).astype(jnp.float32), 2, axis=1)  # A block has columns of both.
-    return gate_of(limit)(gate, up).astype(rows.dtype)
+    return grouped("moe", *operands, group_sizes, group_offset, bias=bias)
 
 
 def sizes_of(op: str, x, w_gate_up, w_down) -> tuple[int, int]:

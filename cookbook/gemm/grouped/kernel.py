@@ -107,8 +107,6 @@ def grouped_product(kernel, lhs, rhs, *others, plan: Plan, params):
     The first of `others` is the table of tiles.
     """
     (a, b), shape = exchanged((lhs, rhs), plan.config.swapped), plan.tiles.out_shape
-    if plan.gated:
-        shape = shape[0], plan.gated
     piece = jax.ShapeDtypeStruct((math.prod(plan.store_piece),), jnp.float32)
     plan = dataclasses.replace(plan, activation=_numerics.lowerable(plan.activation, piece))
     padded = *shape[:-2], *_host.padded_shape(shape[-2:], (1, 8))  # A row of o is a multiple of 16 bytes for TMA.

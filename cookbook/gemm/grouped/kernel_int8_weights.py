@@ -16,8 +16,7 @@ from ... import _device
 from ..dense.kernel_int8_weights import copy_step, multiply
 from ..kernel import compute_role, memory_role
 from ..plan import Plan
-from .kernel import load
-from .kernel import store as store_plain
+from .kernel import load, store
 from .kernel_fp8 import scaled_group, scales_of_columns, spread
 from .plan import Tile, each_tile
 
@@ -33,31 +32,26 @@ def kernel_four_bits(w_gmem, lhs_gmem, table, bias, o_gmem, *, plan: Plan, **scr
 
 
 def pad_bias(bias, plan: Plan):
-    """(G, columns) as `bias_of` reads it: float32, and padded unless no warpgroup has columns before and after the
-    end."""
-    bias, columns = bias.astype(jnp.float32), plan.gated or plan.tiles.m
-    return bias if columns % plan.compute_tile[0] == 0 else jnp.pad(bias, ((0, 0), (0, plan.config.tile_m)))
+    """(G, columns) as `bias_of` reads it: float32, and padded unless all columns of a warpgroup are there or none."""
+    bias = bias.astype(jnp.float32)
+    return bias if plan.tiles.m % plan.compute_tile[0] == 0 else jnp.pad(bias, ((0, 0), (0, plan.config.tile_m)))
 
 
 def bias_of(plan: Plan, tile: Tile, bias):
     """The bias of each of this warpgroup's columns, in flight; of columns that are not there, any."""
-    role, rows = lax.axis_index("role"), plan.compute_tile[0]
-    row = tile.row + role * rows
-    if plan.gated:  # Half of the warpgroups have columns of the second half.
-        pairs = plan.config.warpgroups // 2
-        row = tile.row // 2 + role * rows + jnp.where(role < pairs, 0, plan.gated - pairs * rows)
+    (row, _), rows = plan.share((tile.row, tile.col)), plan.compute_tile[0]
     here = pl.ds(jnp.minimum(row, bias.shape[1] - rows), rows)
     return _device.load(bias.at[scaled_group(plan, tile), here], _device.ROWS)
 
 
 def run(w_gmem, lhs_gmem, table, scales, bias, o_gmem, plan: Plan, a_smem, b_smem, filled, freed, o_smem,
-        wide_smem=None, copy=copy_step, store=store_plain, **of_groups):  # fmt: skip
+        wide_smem=None, **of_groups):  # fmt: skip
     """Both kernels. `scales` are of whole columns, or None; so is `bias`."""
     table, ring = plan.tiles.read(table), plan.ring(a_smem, b_smem, filled, freed, *of_groups.values())
 
     @functools.partial(memory_role, count=plan.config.warpgroups)
     def _():
-        load(plan, table, ring, w_gmem, lhs_gmem, copy)
+        load(plan, table, ring, w_gmem, lhs_gmem, copy_step)
 
     @functools.partial(compute_role, count=plan.config.warpgroups)
     def _():

@@ -27,7 +27,6 @@ from ..references import flops as flops
 from ..references import rounded
 from . import arguments
 from .kernel import grouped_product
-from .kernel_gated_weights import gated, kernel_with
 from .kernel_int8_weights import kernel_four_bits, pad_bias
 from .plan import RowTiles
 from .ragged_dot import ragged_dot_reference
@@ -108,15 +107,10 @@ def checked(op: str, lhs, w, scales, zeros, group_size: int):
 
 def grouped(
     op: str, sizes, lhs, w, of_groups, form: Integers | E2M1, group_sizes, group_offset, *, out_dtype=None, config=None,
-    bias=None, gate: tuple[float | None] | None = None,
+    bias=None,
 ):  # fmt: skip
-    """The grouped product of checked operands: `of_groups` are the arrays that `form` names.
-
-    `bias` is (G, N). With `gate` the result is SwiGLU, (M, N / 2): the gate's columns come first, and (limit,) is what
-    `gate_of` takes.
-    """
+    """The grouped product of checked operands, plus (G, N) `bias`: `of_groups` are the arrays that `form` names."""
     (m, n, k), num_groups = sizes, len(w)
-    columns = n if gate is None else n // 2
     out_dtype = _host.require_float(op, lhs.dtype if out_dtype is None else out_dtype)
     if out_dtype == jnp.float32:
         raise ValueError(
@@ -130,20 +124,15 @@ def grouped(
     instead = f"{_host.PACKAGE}.ragged_dot of widened weights"
     lhs, w, *of_groups = _host.without_gradient(op, instead, lhs, w, *of_groups)
     if 0 in (m, n, k, num_groups):
-        return jnp.zeros((m, columns), out_dtype)
+        return jnp.zeros((m, n), out_dtype)
     target = _host.require_tensor_cores(op)
     config = config or default_config(m, n, k, num_groups, target.num_sms)
     tiles = RowTiles(n, m, k, config.tile_k, config, target.num_sms, num_groups=num_groups, axis=1)
     plan = plan_of(tiles, w, lhs, out_dtype, target.interpreted, stacked=True, four_bits=form)
     of_groups = [_host.pad_to_tiles(numbers, (1, 1, 16 // numbers.dtype.itemsize)) for numbers in of_groups]
-    w = in_runs(w)
-    if gate is not None:
-        plan, w = gated(plan, columns), w.reshape(num_groups, 2, -1, *w.shape[2:])
-        of_groups = [numbers.reshape(*numbers.shape[:2], 2, columns) for numbers in of_groups]
-    table, params = tiles.table_of(group_sizes, group_offset), _host.compiler_params(approx_math=gate is not None)
+    table, params = tiles.table_of(group_sizes, group_offset), _host.compiler_params()
     bias = None if bias is None else pad_bias(bias, plan)
-    kernel = kernel_four_bits if gate is None else kernel_with(*gate)
-    return grouped_product(kernel, lhs, (w, *of_groups), table, bias, plan=plan, params=params)
+    return grouped_product(kernel_four_bits, lhs, (in_runs(w), *of_groups), table, bias, plan=plan, params=params)
 
 
 def bytes_moved(m: int, n: int, k: int, num_groups: int, group_size: int = 128, itemsize: int = 2) -> int:
