@@ -134,7 +134,7 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
     def normed(x, added, name):
         """The norm of x + added, and that sum: the residual, which stays float32."""
         how = dict(scale=weight(name), eps=config.rms_norm_eps, out_dtype=dtype)
-        if isinstance(added, tuple):  # Of experts.
+        if isinstance(added, tuple):  # Rows of experts, their places and weights.
             return ops.rms_norm_of_parts(*added, residual=x, **how)
         return (ops.rms_norm(x, **how), x) if added is None else ops.rms_norm(added, residual=x, **how)
 

@@ -334,7 +334,7 @@ def test_groups_of_mxfp4():
 
 @pytest.mark.parametrize("n, gpu", [(136, "h200"), (192, None)])
 def test_biases_of_groups(n, gpu):
-    """Of columns that end within a warpgroup's, and before one's; rows of no group have none."""
+    """Columns end within those of a warpgroup, or before them; rows of no group have no bias."""
     w = cookbook.pack_mxfp4(*checkpoint(np.random.default_rng(n), n, 160, lead=(4,)))
     x, sizes = rows_of_groups(160)
     bias = array(np.random.default_rng(7).normal(size=(4, n)), F32)
