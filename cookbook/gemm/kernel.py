@@ -33,6 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device
+from . import exchange
 from .operand import Ring, views
 from .plan import COMPUTE, REGISTERS, Plan
 from .tiles import exchanged
@@ -132,6 +133,9 @@ def compute(plan: Plan, multiply_tile, out, parts, store_tile=None):
         else:
             store_tile(plan, out, place, stored, sums)
 
+    if plan.adds_parts and not plan.interpreted:
+        exchange.open_inlet(parts[3].at[lax.axis_index("role")], plan.received_bytes)
+        plgpu.barrier_arrive(parts[2])
     before = stored = 0
     for phase in plan.phases:
         pl.loop(0, phase.num_tiles())(functools.partial(compute_tile, phase, before, stored))
@@ -146,7 +150,7 @@ def add_parts(plan: Plan, out, parts, place, stored, values, store_tile):
 
     `parts` is (the sums of all blocks in global memory, interpreted; those that others sent; who has sent).
     """
-    sums_gmem, sums_smem, summed = parts
+    sums_gmem, sums_smem, summed, inlets = parts
     part, role, (_, width) = lax.axis_index("part"), lax.axis_index("role"), plan.slice_tile
     (row, col), numbers = place, range(plan.config.split_k)
     slices = [values[:, owner * width : (owner + 1) * width] for owner in range(plan.owners)]
@@ -157,15 +161,16 @@ def add_parts(plan: Plan, out, parts, place, stored, values, store_tile):
         plgpu.barrier_wait(summed)
         sums_of = lambda p: sums_gmem.at[p, rows, pl.ds(col + part * width, width)]
     else:
+        plgpu.barrier_wait(summed)  # All have opened their inlets.
         for owner, piece in enumerate(slices):
-            send = functools.partial(plgpu.async_store_smem, piece, sums_smem.at[role, part], summed.at[role])
-            pl.when(part != owner)(functools.partial(send, cluster_idx=jnp.int32(owner), cluster_dim="part"))
+            to = sums_smem.at[role, part], inlets.at[role], owner, plan.sums_transforms
+            pl.when(part != owner)(functools.partial(exchange.send, piece, *to))
         sums_of = lambda p: sums_smem.at[role, p]
 
     @pl.when(part < plan.owners)
     def _():
         if not plan.interpreted:
-            plgpu.barrier_wait(summed.at[role])
+            exchange.receive(inlets.at[role])
         mine, *others = slices
         for owner, piece in enumerate(others, start=1):
             mine = lax.cond(part == owner, lambda piece=piece: piece, lambda mine=mine: mine)
@@ -235,7 +240,7 @@ def scale_and_shift(product, fused: dict):
 
 
 def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
-           sums_smem=None, summed=None, copy=None, store_tile=None):  # fmt: skip
+           sums_smem=None, summed=None, inlets=None, copy=None, store_tile=None):  # fmt: skip
     """The kernel of `launch.fused_product`; see the tables above. For `copy` see `load`, for `store_tile` `compute`."""
     ring = plan.ring(a_smem, b_smem, filled, freed)
 
@@ -246,4 +251,4 @@ def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_sme
     @compute_role
     def _():
         multiply_tile = lambda plan, before: multiply(plan, ring, before, plan.tiles.num_steps)
-        compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed), store_tile)
+        compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed, inlets), store_tile)
