@@ -151,12 +151,12 @@ class Plan:
                 (c.warpgroups, c.store_slots, *piece), self.stored_dtype, piece, swizzle, interpreted
             )
         if self.adds_parts:
-            scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=c.warpgroups)
+            scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=c.warpgroups)
         if self.adds_parts and not interpreted:  # The interpreter has no stores to other blocks: see `add_parts`.
             rows, cols = self.slice_tile
             shape = (c.warpgroups, c.split_k, rows * self.num_sums, cols)
             scratch["sums_smem"] = plgpu.SMEM(shape, jnp.float32, transforms=self.sums_transforms)
-            scratch["inlets"] = plgpu.SMEM((c.warpgroups, *exchange.INLET), jnp.int32)
+            scratch["arrived"] = plgpu.SMEM((c.warpgroups, exchange.WORDS), jnp.int32)
         return scratch
 
     @property
