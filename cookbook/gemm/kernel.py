@@ -151,7 +151,8 @@ def compute(plan: Plan, multiply_tile, out, parts, store_tile=None):
 def add_parts(plan: Plan, out, parts, place, stored, values, store_tile):
     """A compute warpgroup: stores this block's slice of the sums of all parts, added in the order of the parts.
 
-    `parts` is (the sums of all blocks in global memory, interpreted; those that others sent; two barriers of the table).
+    `parts` is (the sums of all blocks in global memory, interpreted; those that others sent; the barriers `met` and
+    `arrived`).
     """
     sums_gmem, sums_smem, met, arrived = parts
     part, role, (_, width) = lax.axis_index("part"), lax.axis_index("role"), plan.slice_tile
