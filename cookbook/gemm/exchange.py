@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums on their way to another block of a cluster, and the barrier at which they arrive.
+"""Sums that a block sends to another of its cluster, and the barrier at which they arrive.
 
 `plgpu.async_store_smem` announces its bytes at the other block's barrier, with a fence of all memory before each send.
 Here a warpgroup announces at its own barrier, when it starts, all bytes that it will receive, and a send has no fence.

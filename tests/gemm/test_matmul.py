@@ -260,7 +260,7 @@ def test_compiles_under_x64_and_with_a_donated_operand():
 
 
 def test_sums_are_sent_without_a_fence():
-    """`plgpu.async_store_smem` would wait for all memory before each send, about a microsecond."""
+    """`plgpu.async_store_smem` would wait for all memory before each send."""
     a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 512), (128, 512)))
     fn = functools.partial(matmul, transpose_b=True, config=Config(64, 64, split_dim=1, split_k=3))
     instructions = lab.compile_for("h200", fn, a, b).instructions
