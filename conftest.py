@@ -72,15 +72,25 @@ class _Failures:
 def pytest_collection(session):
     """The CPU computes what test modules compute when they are imported: each worker imports all of them."""
     import jax
+    from jax.experimental.mosaic.gpu import layout_inference
 
     from cookbook import _host
 
+    layout_inference.ValueSite.__str__ = _name_of_site
     _host.allow_waiting_threads()  # Before JAX starts a backend.
     with jax.default_device(jax.devices("cpu")[0]):
         collected = yield
     gc.collect()
     gc.freeze()  # Modules and tests stay until the end: the collector need not look at them again.
     return collected
+
+
+def _name_of_site(site) -> str:
+    """As in JAX, which prints an operation with its regions for it, and checks it first: a tenth of all lowering."""
+    from jax.experimental.mosaic.gpu.layout_inference import _op_name_regex
+
+    start = _op_name_regex.match(site.operation.operation.get_asm(skip_regions=True, assume_verified=True))
+    return f"{start[0]}:{site.type.name[0].lower()}-{site.index}"
 
 
 def pytest_collection_modifyitems(config, items):
@@ -185,18 +195,29 @@ def _compile_nothing(fn, args, gpu):
     return [], None
 
 
+def _lower_alone(fn, args, gpu):
+    """In place of what `lab.check` compiles with: Mosaic says which layouts it refuses, LLVM and ptxas are left out."""
+    from tests.lowering import lowered
+
+    if gpu is not None:
+        lowered(fn, *args)
+    return [], None
+
+
 @pytest.fixture(autouse=True)
 def compiles_first_cases_in_full_runs(request, monkeypatch):
-    """`lab.check` only runs the cases of families, but for the first of each test in `make test ALL=1` without a GPU.
+    """`lab.check` only runs the cases of families, but for the first of each test in `make test ALL=1` without a GPU:
+    it compiles that, too; of a slow test it lowers it.
 
     To compile each for an H200 takes almost as long. All families have tests of what the compiler makes of their
     kernels, and a GPU compiles what it runs."""
     import lab
     from lab import checking
 
-    is_compiled = request.config.option.markexpr != "not slow" and request.node.is_first_case
-    if request.path.parent.name in FAMILIES and (lab.on_gpu() or not is_compiled):
-        monkeypatch.setattr(checking, "_compile", _compile_nothing)
+    is_first = request.config.option.markexpr != "not slow" and request.node.is_first_case and not lab.on_gpu()
+    is_slow = request.node.get_closest_marker("slow") is not None
+    if request.path.parent.name in FAMILIES and (is_slow or not is_first):
+        monkeypatch.setattr(checking, "_compile", _lower_alone if is_first else _compile_nothing)
 
 
 @pytest.fixture

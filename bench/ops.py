@@ -72,8 +72,8 @@ GROUPS = np.array([5, 0, 11], np.int32)
 LOGITS = ("scale", "logits_soft_cap", "local_window_size", "return_lse")
 CROSS_ENTROPY = ("ignore_index", "label_smoothing", "z_loss", "logits_soft_cap", "return_lse")
 PAGED = dict(k_pages=PAGES, v_pages=PAGES, block_tables=TABLES, kv_lens=LENS)
-MATRICES = np.random.default_rng(1).integers(0, 2**32, (3, 16, 16), np.uint32)  # 128 by 16 weights of 4 bits each.
-WORDS, E2M1_SCALES = MATRICES[0], MATRICES[1, :2].astype(np.uint16) % 16 + (8 * 257 << 4)
+MATRICES = np.random.default_rng(1).integers(0, 2**32, (3, 1, 2, 512), np.uint32)  # 128 by 16 weights of 4 bits each.
+WORDS, E2M1_SCALES = MATRICES[0], MATRICES[1, 0, :, :16].astype(np.uint16) % 16 + (8 * 257 << 4)
 HEADS, SEGMENTS = (1, 20, 2, 64), np.repeat(np.array([3, 7], np.int32), (8, 12))[None]
 
 OPS = {

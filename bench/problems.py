@@ -20,7 +20,7 @@ from bench.peers import imports
 from cookbook import _host, blackwell, elementwise
 from cookbook.blackwell import cost as blackwell_cost
 from cookbook.gemm import cost
-from cookbook.gemm.dense.pack import num_words
+from cookbook.gemm.dense.pack import shape_of
 from cookbook.gemm.experts.route import route_reference
 from cookbook.gemm.gated import plan as gated
 from cookbook.gemm.grouped import cost as group_cost
@@ -482,7 +482,7 @@ def _matmul_int8_weights(m, n, k, target, **kwargs):
 
 def _matmul_int4_weights(m, n, k, target, group_size=128, **kwargs):
     """cuBLAS gets weights that are 16-bit already; XLA unpacks the 4-bit ones, then multiplies."""
-    op, avals = matmul_int4_weights, ((m, k), (n, num_words(k)), (-(-k // group_size), n))
+    op, avals = matmul_int4_weights, ((m, k), shape_of(n, k), (-(-k // group_size), n))
     reference = lambda x, w, scales, wide=None: op.matmul_int4_weights_reference(x, w, scales, group_size=group_size)
     kernel = functools.partial(cookbook.matmul_int4_weights, group_size=group_size)
     return _four_bits(op, (m, n, k), avals, (BF16, jnp.uint32, BF16), kernel, reference,
@@ -493,7 +493,7 @@ def _matmul_int4_weights(m, n, k, target, group_size=128, **kwargs):
 def _matmul_mxfp4_weights(m, n, k, target, **kwargs):
     op, ones = matmul_mxfp4_weights, np.full((-(-k // 64), n), 229 * 257, np.uint16)  # Scales of 1.
     reference = lambda x, w, scales, wide=None: op.matmul_mxfp4_weights_reference(x, w, scales)
-    return _four_bits(op, (m, n, k), ((m, k), (n, num_words(k))), (BF16, jnp.uint32), cookbook.matmul_mxfp4_weights,
+    return _four_bits(op, (m, n, k), ((m, k), shape_of(n, k)), (BF16, jnp.uint32), cookbook.matmul_mxfp4_weights,
                       reference, lambda w, scales: op.widened(w, scales, BF16)[:k], op.bytes_moved(m, n, k), target,
                       integers=(ones,), **kwargs)  # fmt: skip
 
@@ -1057,7 +1057,7 @@ def _ragged_mxfp4_weights(m, n, k, sizes, **kwargs):
     op, sizes = ragged_dot_mxfp4_weights, np.asarray(sizes, np.int32)
     g, touched = len(sizes), int(np.count_nonzero(sizes))
     ones = np.full((g, -(-k // 64), n), 229 * 257, np.uint16)  # Scales of 1.
-    return Case("ragged_dot_mxfp4_weights", ((m, k), (g, n, num_words(k))), BF16,
+    return Case("ragged_dot_mxfp4_weights", ((m, k), (g, *shape_of(n, k))), BF16,
                 lambda lhs, w, scales, sizes, wide=None: cookbook.ragged_dot_mxfp4_weights(lhs, w, scales, sizes),
                 lambda lhs, w, scales, sizes, wide=None: op.ragged_dot_mxfp4_weights_reference(lhs, w, scales, sizes),
                 {"ragged_dot": lambda lhs, w, scales, sizes, wide: cookbook.ragged_dot(lhs, wide, sizes)},

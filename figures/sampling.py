@@ -62,7 +62,7 @@ def votes(ax):
     for slot in range(found):
         box(ax, left + 0.42 + slot * 0.62, 0.2, 0.58, 0.3, f"slot {slot}", GREEN, fill=0.2, size=8)
     words(ax, left - 0.12, 0.35, "shared memory", 9, ha="right")
-    words(ax, left + 3.75, 0.35, "no thread waits for another's slot", 8.5, ha="left", colour=SOFT)
+    words(ax, left + 3.75, 0.35, "half of a warp; one ballot, no counter", 8.5, ha="left", colour=SOFT)
 
 
 @drawing(7.8, 2.7)

@@ -7,6 +7,7 @@ import jax
 
 from cookbook import _host
 
+from . import interpreter
 from .toolchain import claim_architecture, device, gpu_facts
 
 # Instructions that launch nothing: they name arguments, results and parts of them.
@@ -27,6 +28,8 @@ def launches(gpu: str, fn, *args, donate_argnums=()) -> list[Launch]:
     Args:
       gpu: "h200" or "b200": this machine's GPU, and "h200" where there is none. A process can compile whole programs
         for one GPU alone.
+      fn: a function. On this machine's GPU one that `jax.jit` returned keeps its options, and is compiled for its
+        next call too.
       args: arrays or `jax.ShapeDtypeStruct`s, pytrees of them included; only shapes and dtypes count.
       donate_argnums: as of `jax.jit`.
 
@@ -40,6 +43,10 @@ def launches(gpu: str, fn, *args, donate_argnums=()) -> list[Launch]:
             f"gpu = {gpu!r} has compute capability {facts['major']}; this process compiles whole programs for {here}, "
             "as this machine's GPU or, without one, an H200 has: lab.compile_for compiles kernels alone, for any GPU."
         )
+    if isinstance(fn, jax.stages.Wrapped):
+        if interpreter.on_gpu(gpu):
+            return _of(fn.lower(*args).compile().as_text())
+        fn = fn.__wrapped__  # JAX would keep the trace, which is for another machine.
     where = jax.sharding.SingleDeviceSharding(target)
     avals = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), jax.eval_shape(lambda *args: args, *args)

@@ -112,7 +112,7 @@ def _moe(
 ):  # fmt: skip
     """As `cookbook.moe`, with XLA's grouped products."""
     if isinstance(w_gate_up, Packed):
-        inner = w_gate_up.words.shape[1] // 2
+        inner = w_gate_up.scales.shape[-1] // 2
         w_gate_up, w_down = w_gate_up.floats(x.shape[1], x.dtype), w_down.floats(inner, x.dtype)
     routing = route_reference(router_logits, top_k, renormalize)
     product = lambda a, b, bias: biased(

@@ -14,6 +14,7 @@ import re
 import jax
 import jax.numpy as jnp
 
+from cookbook.gemm.dense.pack import in_blocks
 from serving.config import LlamaConfig, check_params
 from serving.hf_config import config_of, raw_of
 from serving.quantized import Packed, Packing, joined, packed, stacked
@@ -188,8 +189,8 @@ def _renamed(name: str, names: dict[str, str]) -> str:
 
 def _halves(gate_up):
     """Columns of the gate, then the up product's, of columns that alternate."""
-    if isinstance(gate_up, Packed):  # Rows of words.
-        return Packed(_halves(gate_up.words.mT).mT, _halves(gate_up.scales))
+    if isinstance(gate_up, Packed):
+        return Packed(in_blocks(_halves(gate_up.columns.mT).mT), _halves(gate_up.scales))
     return jnp.concatenate([gate_up[..., ::2], gate_up[..., 1::2]], axis=-1)
 
 

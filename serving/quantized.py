@@ -24,7 +24,7 @@ import numpy as np
 import cookbook
 from cookbook.gemm.dense.four_bits import E2M1_BIAS
 from cookbook.gemm.dense.matmul_int4_weights import GROUPS
-from cookbook.gemm.dense.pack import AWQ_ORDER, NIBBLES, nibbles, num_words
+from cookbook.gemm.dense.pack import AWQ_ORDER, NIBBLES, in_blocks, nibbles, of_columns, shape_of
 from cookbook.gemm.experts import packed as of_experts
 
 # Keys of a `quantization_config` that change no weight: how these were found, which kernels others run.
@@ -104,9 +104,14 @@ class Packing:
 class Packed(NamedTuple):
     """A weight of 4 bits, as `cookbook.matmul_int4_weights` takes it; and one of experts, as `cookbook.moe` does."""
 
-    words: jax.Array  # (outputs, 8 ceil(inputs / 64)) uint32, of experts (experts, ...).
+    words: jax.Array  # (ceil(outputs / 64), ceil(inputs / 64), 512) uint32, of experts (experts, ...).
     scales: jax.Array  # (groups of inputs, outputs) floats; of MXFP4 uint16, two scales each.
     zeros: jax.Array | None = None  # As scales, integers; None: 8, and with MXFP4.
+
+    @property
+    def columns(self) -> jax.Array:
+        """The words of each output, which may be put in another order: (outputs, words)."""
+        return of_columns(self.words)[..., : self.scales.shape[-1], :]
 
     def is_of(self, shape: tuple[int, ...]) -> bool:
         """Whether it stands for floats of this shape: (outputs, inputs), or (experts, inputs, outputs)."""
@@ -115,7 +120,7 @@ class Packed(NamedTuple):
         *lead, outputs, inputs = shape if len(shape) == 2 else (shape[0], shape[2], shape[1])
         sizes = (64,) if self.scales.dtype == jnp.uint16 else GROUPS
         return (
-            self.words.shape == (*lead, outputs, num_words(inputs))
+            self.words.shape == (*lead, *shape_of(outputs, inputs))
             and self.scales.shape in [(*lead, -(-inputs // size), outputs) for size in sizes]
             and (self.zeros is None or self.zeros.shape == self.scales.shape)
         )
@@ -123,7 +128,7 @@ class Packed(NamedTuple):
     def floats(self, inputs: int, dtype) -> jax.Array:
         """(outputs, inputs), or of experts (experts, inputs, outputs)."""
         parts = tuple(x for x in self if x is not None)
-        if self.words.ndim == 3:
+        if self.scales.ndim == 3:
             return of_experts.floats(parts, inputs, jnp.float32).astype(dtype)
         return of_experts.floats(tuple(x[None] for x in parts), inputs, jnp.float32)[0].T.astype(dtype)
 
@@ -141,8 +146,9 @@ def joined(weights: list, inputs: int, dtype):
     first, *_ = weights = alike(weights, inputs, dtype)
     if not isinstance(first, Packed):
         return jnp.concatenate(weights)
-    words, *rest = zip(*weights, strict=True)
-    return Packed(jnp.concatenate(words), *(None if x[0] is None else jnp.concatenate(x, axis=1) for x in rest))
+    _, *rest = zip(*weights, strict=True)
+    words = in_blocks(jnp.concatenate([weight.columns for weight in weights]))
+    return Packed(words, *(None if x[0] is None else jnp.concatenate(x, axis=1) for x in rest))
 
 
 def stacked(weights: list, inputs: int, dtype):
@@ -157,7 +163,7 @@ def random(key, shape: tuple[int, ...], dtype, kind: str) -> Packed:
     """Random weights in place of floats of this shape, "mxfp4" or "int4", that keep the variance of what they multiply.
     Integers have no zeros, and groups of 128."""
     *lead, outputs, inputs = shape if len(shape) == 2 else (shape[0], shape[2], shape[1])
-    words = jax.random.bits(key, (*lead, outputs, num_words(inputs)), jnp.uint32)
+    words = jax.random.bits(key, (*lead, *shape_of(outputs, inputs)), jnp.uint32)
     if kind == "int4":
         scale = (inputs * 21.5) ** -0.5  # 21.5 is the mean square of integers from -8 to 7.
         return Packed(words, jnp.full((*lead, -(-inputs // GROUPS[-1]), outputs), scale, dtype))

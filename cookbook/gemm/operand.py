@@ -41,12 +41,11 @@ class Operand:
     stacked: bool = False  # It is one of several matrices, along a leading axis; a tile's table says which.
     partner: int = 0  # Rows from its tile to another that a step reads too, which follows it in the slot; 0: none.
     of_two: bool = False  # It is two arrays: a step reads the same tile of both, which follow each other in the slot.
-    packed: int = 1  # Values of K in each element.
 
     @property
     def tile(self) -> tuple[int, int]:
         """Rows and columns of the tile of a step, as it lies."""
-        return (self.tile_k, self.rows) if self.transposed else (self.rows, self.tile_k // self.packed)
+        return (self.tile_k, self.rows) if self.transposed else (self.rows, self.tile_k)
 
     @property
     def swizzle(self) -> int:
@@ -81,8 +80,6 @@ class Operand:
 
     def at(self, row, k):
         """Indices, no view: where the tile of rows from `row` and values from `k` begins, as the operand lies."""
-        if self.packed > 1:
-            k = _device.div(k, self.packed)
         return (k, row) if self.transposed else (row, k)
 
     def copy(self, gmem, at, smem, filled, shared: str | None):

@@ -203,8 +203,10 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
-        """Slots of the ring: as the configuration says, or as many as fit."""
-        return slots_of_ring(self.config, self.smem_bytes)
+        """Slots of the ring: as the configuration says, or as many as fit. Beside the conversion of 4-bit weights a
+        division for each slot's number counts, so they are a power of two."""
+        slots = slots_of_ring(self.config, self.smem_bytes)
+        return slots if self.config.num_stages or not self.four_bits else 1 << slots.bit_length() - 1
 
     @property
     def scratch(self) -> dict:

@@ -66,17 +66,19 @@ def check_place(answer) -> str:
 
 @checker
 def check_zeros(answer) -> str:
-    """`answer(x, w, scales, zeros)` is the kernel `product` with a `widen` that also takes zero points."""
+    """`answer(x, w, scales, zeros)` is the kernel `product` for groups of 64 that have zero points, (K / 64, N)."""
     k, n = 256, 128
     rng = np.random.default_rng(3)
     q = rng.integers(0, 16, (k, n))
     both = q.T.astype(np.uint8).reshape(n, -1, 2, 64)
     w = jnp.asarray((both[:, :, 0] | both[:, :, 1] << 4).reshape(n, -1))
-    scales = jnp.asarray(np.exp2(rng.uniform(-6, 0, (k // 128, n))), jnp.bfloat16)
-    zeros = jnp.asarray(rng.integers(0, 17, (k // 128, n)), jnp.bfloat16)
-    repeated = lambda groups: np.repeat(wide(groups), 128, axis=0)
+    scales = jnp.asarray(np.exp2(rng.uniform(-6, 0, (k // 64, n))), jnp.bfloat16)
+    zeros = jnp.asarray(rng.integers(0, 17, (k // 64, n)), jnp.bfloat16)
+    s, z = (np.repeat(wide(groups), 64, axis=0) for groups in (scales, zeros))
+    first = lambda groups: np.repeat(groups[::128], 128, axis=0)  # A step's first group for both.
+    swapped = lambda groups: groups.reshape(-1, 2, 64, n)[:, ::-1].reshape(k, n)
     rounded = lambda exact: wide(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16))
-    weights = rounded((q - repeated(zeros)) * repeated(scales))
+    weights = rounded((q - z) * s)
     # Each row picks a row of weights, so that the results are weights.
     picked = [0, 1, 63, 64, 65, 127, 128, 190, 191, 192, 200, 201, 202, 203, 254, 255]
     rows = jnp.zeros((16, k), jnp.bfloat16).at[jnp.arange(16), jnp.asarray(picked)].set(1)
@@ -84,14 +86,20 @@ def check_zeros(answer) -> str:
         out = run_kernel(answer, x, w, scales, zeros)
         product = lambda weights, x=x: wide(x) @ weights
         likely = [
-            (product((q - 8) * repeated(scales)), "every zero point was taken to be 8"),
-            (product(q * repeated(scales)), "nothing was subtracted from q"),
-            (product((q + repeated(zeros)) * repeated(scales)), "the zero points were added"),
-            (product((q + 120 - repeated(zeros)) * repeated(scales)), "the weights are 120 scales too large: 0x4300 is "
-             "128, and the 8 is what a zero point replaces"),
-            (product((q - 8 - repeated(zeros)) * repeated(scales)), "both 8 and the zero point were subtracted"),
-            (product(q * repeated(scales) - repeated(zeros)), "a zero point is an integer: subtract it before the scale"
-             " multiplies"),
+            (product((q - 8) * first(s)), "every zero point was taken to be 8, and both groups of a step have the "
+             "scales of its first"),
+            (product((q - first(z)) * first(s)), "both groups of a step have the numbers of its first"),
+            (product((q - z) * first(s)), "both groups of a step have the scales of its first"),
+            (product((q - first(z)) * s), "both groups of a step have the zero points of its first"),
+            (product((q - swapped(z)) * swapped(s)), "the two groups of a step are exchanged: which 64 values of K lie "
+             "in the lower half of a byte?"),
+            (product((q - 8) * s), "every zero point was taken to be 8"),
+            (product(q * s), "nothing was subtracted from q"),
+            (product((q + z) * s), "the zero points were added"),
+            (product((q + 120 - z) * s), "the weights are 120 scales too large: 0x4300 is 128, and the 8 is what a "
+             "zero point replaces"),
+            (product((q - 8 - z) * s), "both 8 and the zero point were subtracted"),
+            (product(q * s - z), "a zero point is an integer: subtract it before the scale multiplies"),
         ]  # fmt: skip
         if tolerance == 0 and out.shape == (16, n) and np.abs(wide(out) - product(weights)).max() < 1:
             if (twice := wide(out) != product(weights)).any():
@@ -100,7 +108,7 @@ def check_zeros(answer) -> str:
                     "and then multiply"
                 )
         require_close(out, product(weights), tolerance, where, likely)
-    return "The integer that is subtracted is exact, and a weight is rounded once."
+    return "A step has two groups, the integer that is subtracted is exact, and a weight is rounded once."
 
 
 # Exercise 4: e2m1 as float16 ------------------------------------------------------------------------------------------
@@ -118,7 +126,8 @@ def check_half(answer) -> str:
         out = run_kernel(answer, codes)
         if out.shape != codes.shape or out.dtype != jnp.float16:
             raise NotYet(f"the result is {out.dtype} {out.shape}; it must be float16 {codes.shape}")
-        names = list(_kinds(judge.jaxpr_of(answer, codes)))
+        kinds = list(_kinds(judge.jaxpr_of(answer, codes)))
+        names, factors = [kind for kind, _ in kinds], [factor for kind, factor in kinds if kind == "arithmetic"]
         if "conversion" in names:
             raise NotYet("integers are converted to floats by astype: place the bits, and multiply")
         if "choice" in names:
@@ -146,20 +155,33 @@ def check_half(answer) -> str:
             raise NotYet("code 8 is -0.0, and the result has another sign there")
         if not num:
             raise NotYet("no floats are multiplied, so each value is built for itself: place bits, and multiply once")
+        if factors != [2.0**14]:  # Then the bits, of values 2^-14 of the results, are only placed: none are computed.
+            raise NotYet(
+                "each value is built before the multiplication: place the code's bits, which make 2^-14 of it, and "
+                "multiply by that constant, 2^14"
+            )
     return "All 16 values, the subnormal one among them, by shifts, masks and one multiplication."
 
 
 def _kinds(jaxpr):
-    """The kind of each operation. A shift by a number that is not the same for all codes looks a value up."""
-    constants = set()
+    """(kind, factor) of each operation: the constant by which it multiplies floats, or None. A shift by a number that
+    is not the same for all codes looks a value up."""
+    constants = {}
     for equation in judge.equations(jaxpr):
-        is_constant = [
-            isinstance(variable, jax.extend.core.Literal) or variable in constants for variable in equation.invars
-        ]
-        if all(is_constant):
-            constants.update(equation.outvars)
+        values = [_constant(variable, constants) for variable in equation.invars]
+        known = [value is not None for value in values]
+        if all(known):  # A constant that is repeated or converted is the same constant.
+            constants.update(dict.fromkeys(equation.outvars, values[0] if len(values) == 1 else np.nan))
         is_shift = equation.primitive.name.startswith("shift_")
-        yield "choice" if is_shift and not is_constant[1] else _kind(equation)
+        factor = next((value for value in values if value is not None), None) if len(values) == 2 else None
+        yield "choice" if is_shift and not known[1] else _kind(equation), factor
+
+
+def _constant(variable, constants):
+    """Its value, NaN where it is computed from constants; None where it is no constant."""
+    if isinstance(variable, jax.extend.core.Literal):
+        return float(variable.val) if np.ndim(variable.val) == 0 else np.nan
+    return constants.get(variable)
 
 
 def _kind(equation) -> str:
@@ -170,7 +192,7 @@ def _kind(equation) -> str:
     if name == "convert_element_type":
         to_float = jnp.issubdtype(equation.params["new_dtype"], jnp.floating)
         return "conversion" if to_float and not is_float(equation.invars[0]) else ""
-    if name in ("select_n", "gather", "dynamic_slice", "eq", "ne", "lt", "le", "gt", "ge"):
+    if name in ("select_n", "gather", "dynamic_slice", "eq", "ne", "lt", "le", "gt", "ge", "min", "max", "clamp"):
         return "choice"
     if name in ("add", "sub") and is_float(equation.outvars[0]):
         return "sum"

@@ -45,6 +45,11 @@ def check_added_norm(answer) -> str:
     zero = jnp.zeros((2, 2048))
     y, _ = _pair(run_kernel(answer, zero, zero, args[2]))
     require_close(y, np.zeros(y.shape), 0, "a row of zeros (eps belongs under the root, beside the mean of squares)")
+    small = 1e-3 * normal(4, (2, 2048))  # The mean of squares is about eps.
+    y, _ = _pair(run_kernel(answer, small, zero, args[2]))
+    _judge_norm(
+        "with values around 0.001 (eps is added to the mean of squares), the norm", y, *wide(small, zero, args[2])
+    )
     praise = "The sum stays in registers between the addition and the norm: nothing reads it back."
     ours = lambda x, residual, scale: cookbook.rms_norm(x, scale, residual=residual, out_dtype=jnp.bfloat16)
     of_size = jax.ShapeDtypeStruct((8192, 2048), jnp.float32)

@@ -106,7 +106,7 @@ def check_draw_min_p(answer) -> str:
     # At first seeds for which the likely mistakes differ, then some that nobody knows.
     for min_p, shift, seeds, columns in (
         (0.2, -4.0, jnp.arange(8, dtype=jnp.int32), COLUMNS),
-        (0.6, 5.0, _new_seeds(4), COLUMNS // 2),
+        (0.6, 200.0, _new_seeds(4), COLUMNS // 2),  # Too far from 0 for exp.
         (1.0, 0.0, _new_seeds(2), COLUMNS // 2),
     ):
         x, positions = normal(3, (len(seeds), columns)) * 2 + shift, 3 * seeds + 1
@@ -141,9 +141,11 @@ def check_mass_above(answer) -> str:
     for num, scale, shift, columns in ((8, 2.0, 0.0, COLUMNS), (3, 60.0, 200.0, COLUMNS // 2)):
         x = normal(4, (2, columns)) * scale
         x = (jnp.round(x * 8) / 8 + shift).astype(jnp.float32)  # Candidates have equals.
-        # From the first candidate the largest logit is too far for exp.
+        # From the first candidate the largest logit is too far for exp, from all those of a second row shifted.
         ends = jnp.stack([jnp.min(x, axis=1), jnp.max(x, axis=1)], axis=1)
         candidates = x[:, _columns(num, columns)].at[:, :2].set(ends)
+        if shift:
+            candidates = candidates.at[1].set(jnp.sort(x[1])[:num])
         out = run_kernel(answer, x, candidates)
         exact = _shares(x, candidates, np.greater)
         total = np.exp(wide(x) - wide(x).max(1, keepdims=True)).sum(1, keepdims=True)

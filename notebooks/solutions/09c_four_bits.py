@@ -29,8 +29,12 @@ exercise-3
     return (numbers - jnp.bfloat16(128)) * per_row(scales) - per_row(zeros * scales)  # rounded twice
   return (numbers - per_row(zeros + jnp.bfloat16(128))) * per_row(scales) =>
     return numbers * per_row(scales) - per_row((zeros + jnp.bfloat16(128)) * scales)  # it must be
-  [weights(both & jnp.uint16(15)), weights(both >> 4)] => [weights(both >> 4), weights(both & jnp.uint16(15))]
-    # it must be
+  [low, weights(both >> 4, scales_2, zeros_2)] => [weights(both >> 4, scales_2, zeros_2), low]  # it must be
+  scales[1::2], zeros[::2], zeros[1::2] => scales[::2], zeros[::2], zeros[::2]  # the numbers of its first
+  scales[1::2] => scales[::2]  # the scales of its first
+  zeros[1::2] => zeros[::2]  # the zero points of its first
+  scales[::2], scales[1::2], zeros[::2], zeros[1::2] => scales[1::2], scales[::2], zeros[1::2], zeros[::2]
+    # are exchanged
   lambda x, w, scales, zeros: x @ jnp.zeros((256, len(w)), x.dtype)  # must be a kernel
 exercise-4
   (bits & 7) << 9 | (bits & 8) << 12 => (bits & 7) * 512 + (bits & 8) * 4096  # Right.
@@ -52,6 +56,13 @@ exercise-4
     word = jnp.uint32(0x1F1E1C00) + (jnp.uint32(0x23222120) - jnp.uint32(0x1F1E1C00)) * (m >> 2);
     bits = ((word >> 8 * (m & 3)) & 63).astype(jnp.uint16) << 9 | (bits & 8) << 12
     && halves * jnp.float16(2.0**14) => halves * jnp.float16(1.0)  # from a table
+  bits = (bits & 7) << 9 | (bits & 8) << 12 => one = jnp.minimum(bits & 7, 1); two = jnp.minimum(bits & 7, 2);
+    bits = ((bits & 7) << 9) + 0x3600 * one + 0x200 * (two - one) | (bits & 8) << 12
+    && halves * jnp.float16(2.0**14) => halves * jnp.float16(1.0)  # by comparing
+  bits = (bits & 7) << 9 | (bits & 8) << 12 => m = bits & 7; more = m >> 1 & 1 | m >> 2;
+    bits = (m << 9) + 0x3600 * (m & 1 | more) + 0x200 * more | (bits & 8) << 12
+    && halves * jnp.float16(2.0**14) => halves * jnp.float16(1.0)  # built before the multiplication
+  halves * jnp.float16(2.0**14) => halves * jnp.full(halves.shape, 2.0**14, jnp.float16)  # Right.
   (len(codes),) => (1,)  # never written
   lambda codes: codes.astype(jnp.float16)  # must be a kernel
 """
@@ -84,18 +95,28 @@ ex09c.check_place(place)
 
 # %% exercise-3 needs: parameters setup helpers product rung-1-code
 def with_zeros(x, w, scales, zeros):
-    def widen(packed, scales, zeros):
-        def weights(q):
+    #: def widen(packed, scales, zeros):  # Your code.
+    #:     def weights(q):
+    #:         numbers = lax.bitcast_convert_type(q | jnp.uint16(0x4300), jnp.bfloat16)
+    #:         return (numbers - jnp.bfloat16(128 + 8)) * per_row(scales)
+    #:
+    #:     both = packed.astype(jnp.uint16)
+    #:     return [weights(both & jnp.uint16(15)), weights(both >> 4)]
+    #:
+    #: return product(x, w, scales[::2], zeros[::2], widen=widen)
+    # BEGIN SOLUTION
+    def widen(packed, scales, scales_2, zeros, zeros_2):
+        def weights(q, scales, zeros):
             numbers = lax.bitcast_convert_type(q | jnp.uint16(0x4300), jnp.bfloat16)
-            #: return (numbers - jnp.bfloat16(128 + 8)) * per_row(scales)  # Your code.
-            # BEGIN SOLUTION
             return (numbers - per_row(zeros + jnp.bfloat16(128))) * per_row(scales)
-            # END SOLUTION
 
         both = packed.astype(jnp.uint16)
-        return [weights(both & jnp.uint16(15)), weights(both >> 4)]
+        low = weights(both & jnp.uint16(15), scales, zeros)
+        return [low, weights(both >> 4, scales_2, zeros_2)]
 
-    return product(x, w, scales, zeros, widen=widen)
+    of_steps = scales[::2], scales[1::2], zeros[::2], zeros[1::2]
+    return product(x, w, *of_steps, widen=widen)
+    # END SOLUTION
 
 
 ex09c.check_zeros(with_zeros)

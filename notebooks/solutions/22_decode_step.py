@@ -11,6 +11,9 @@ exercise-1
   lax.rsqrt(jnp.sum(total * total) * (1 / total.size) + eps) => 1.0  # not divided by the root
   + eps) => )  # eps belongs under the root
   + eps) => + 1.0)  # the norm: element
+  + eps) => + 1e-30)  # with values around 0.001
+  jnp.sum(total * total) * (1 / total.size) + eps => (jnp.sum(total * total) + eps) * (1 / total.size)
+    # with values around 0.001
   total_gmem[row] = total => pass  # the sum, which the next norm adds to
   total_gmem[row] = total => total_gmem[row] = x  # total_gmem has x alone
   total_gmem[row] = total => total_gmem[row] = total.astype(jnp.bfloat16).astype(jnp.float32)  # keep it in float32

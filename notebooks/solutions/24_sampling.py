@@ -20,6 +20,7 @@ exercise-3
   top + math.log(min_p) => top  # the most probable token
   (x >= floor) => (new >= floor)  # among all tokens
   (x >= floor) => (x > floor)  # exactly min_p times
+  (x >= floor) => (jnp.exp(x) >= min_p * jnp.exp(top))  # among all tokens
   top = jnp.max(largest) => top = largest  # is what you compare with one number for the row
   largest = over(mine, lambda best, x, _: jnp.maximum(best, x), lowest) => largest = over(mine, lambda best, x, _:
     jnp.maximum(best, x), over(mine, lambda best, x, _: jnp.maximum(best, x), lowest))  # 3 times
@@ -31,6 +32,7 @@ exercise-4
   above_gmem[row, j] = above / total => above_gmem[row, j] = 1 - above / total  # what is not above
   jnp.exp(x - top) => jnp.exp(x)  # subtract the row's largest logit
   jnp.exp(x - top) => jnp.exp(x - wanted[0])  # subtract the row's largest logit
+  jnp.exp(x - top) => jnp.exp(x - functools.reduce(jnp.maximum, wanted))  # subtract the row's largest logit
   total, *sums = (jnp.sum(total) for total in over(mine, visit, zeros)) => total, *sums = (jnp.sum(over(mine,
     lambda s, x, i, j=j: visit([s] * len(zeros), x, i)[j], zeros[0])) for j in range(len(zeros)))  # times
 """

@@ -104,7 +104,6 @@ def test_chapter_22_counts_kernels_by_the_names_that_they_have():
     """A kernel that is renamed would be counted as "all other"."""
     cells = nbformat.read(pathlib.Path(__file__).parents[2] / "notebooks/22_decode_step.ipynb", as_version=4).cells
     (groups,) = (re.search(r"GROUPS = (\{.*?\n\})", c.source, re.S) for c in cells if c.id == "time-table")
-    # The engine's SwiGLU is `glu`; rung 3, whose kernels are counted as well, has a grouped product's.
-    names = *results.stored(f"{serving.step_name(serving.LLAMA_1B)}/kernels"), "grouped_gated_kernel"
+    names = results.stored(f"{serving.step_name(serving.LLAMA_1B)}/kernels")
     for group, begins in ast.literal_eval(re.sub(r"#.*", "", groups[1])).items():
         assert all(any(name.startswith(begin) for name in names) for begin in begins), group

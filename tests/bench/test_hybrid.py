@@ -32,6 +32,13 @@ def plain_losses() -> np.ndarray:
     return losses(hybrid.PLAIN)
 
 
+def test_the_model_has_about_100m_parameters():
+    assert 95e6 < hybrid.num_params(hybrid.FULL) < 105e6 and len(hybrid.FULL.layers) == 12
+    assert hybrid.name(hybrid.FULL) == "hybrid/104m_b8_t2048/bf16"
+    fn, (training, tokens) = hybrid.program(hybrid.PLAIN, hybrid.FULL)
+    assert jax.eval_shape(fn, training, tokens) == (training, jax.ShapeDtypeStruct((), jnp.float32))
+
+
 def test_losses_are_those_of_plain_xla_and_fall():
     """One layer of each kind."""
     assert {kind for kinds in hybrid.TINY.layers for kind in kinds} == {"attention", "delta", "glu", "moe"}
@@ -50,13 +57,6 @@ def test_a_missing_gradient_is_more_than_the_tolerance(name):
     assert np.abs(found - plain_losses()).max() > 2 * TOLERANCE
 
 
-def test_the_model_has_about_100m_parameters():
-    assert 95e6 < hybrid.num_params(hybrid.FULL) < 105e6 and len(hybrid.FULL.layers) == 12
-    assert hybrid.name(hybrid.FULL) == "hybrid/104m_b8_t2048/bf16"
-    fn, (training, tokens) = hybrid.program(hybrid.PLAIN, hybrid.FULL)
-    assert jax.eval_shape(fn, training, tokens) == (training, jax.ShapeDtypeStruct((), jnp.float32))
-
-
 def test_the_text_is_a_markov_chain():
     sizes = dataclasses.replace(hybrid.TINY, batch=8, length=4096)
     tokens = [hybrid.tokens_of_chain(sizes, seed) for seed in (0, 1)]
@@ -69,9 +69,9 @@ def test_the_text_is_a_markov_chain():
 
 @pytest.mark.slow  # Ten seconds.
 def test_the_step_lowers_for_an_h200():
-    """Its first four layers, which the others repeat."""
+    """One layer of each kind, which the others repeat."""
     for ops in hybrid.IMPLS.values():
-        fn, args = hybrid.program(ops, dataclasses.replace(hybrid.FULL, layers=hybrid.PERIOD))
+        fn, args = hybrid.program(ops, dataclasses.replace(hybrid.FULL, layers=hybrid.PERIOD[1::2]))
         assert len(program.digest(fn, *args, gpu="h200")) == 16
 
 
@@ -102,7 +102,7 @@ def test_figures_are_taken_where_there_is_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(hybrid, "IMPLS", dict.fromkeys(hybrid.IMPLS, hybrid.PLAIN))
     monkeypatch.setattr(results, "measuring", lambda *_: True)
     monkeypatch.setattr(timing, "_kernel_ms", lambda fn, args, iterations, devices: [0.5] * iterations)
-    assert hybrid.run(3, hybrid.TINY) is False
+    assert hybrid.run(3, dataclasses.replace(hybrid.TINY, layers=hybrid.PERIOD[3:])) is False
     out = capsys.readouterr().out
     assert out.count("0.50 ms of kernels") == 2 and "1.00 times as fast as plain XLA, with 1.00 of its memory" in out
 

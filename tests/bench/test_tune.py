@@ -37,7 +37,7 @@ def test_a_sweep_of_each_op_and_size_of_heads():
 
 @each_sweep
 def test_what_is_tried_lowers_or_is_refused_by_the_plan(sweep):
-    fit, configs = 0, dict.fromkeys([sweep.default(), *sweep.configs[::3]])  # A third of them: lowering takes a second.
+    fit, configs = 0, dict.fromkeys([sweep.default(), *sweep.configs[4::8]])  # Two or three: lowering takes a second.
     for config in configs:
         try:
             lowered(sweep.call(config), *sweep.case.avals)

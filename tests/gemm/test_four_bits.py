@@ -71,14 +71,16 @@ def check_mxfp4(m, n, k, gpu=None, **how):
 
 @pytest.mark.parametrize("k", [8, 200])
 def test_integers_are_packed_as_documented_and_back(k):
-    w = np.random.default_rng(k).integers(-8, 8, size=(k, 5)).astype(np.int8)
+    w = np.random.default_rng(k).integers(-8, 8, size=(k, 85)).astype(np.int8)
     words = np.asarray(cookbook.pack_int4(w))
-    assert words.dtype == np.uint32 and words.shape == (5, 8 * -(-k // 64))
-    np.testing.assert_array_equal(cookbook.unpack_int4(words, k), w)
+    assert words.dtype == np.uint32 and words.shape == (2, -(-k // 64), 512)
+    np.testing.assert_array_equal(cookbook.unpack_int4(words, k, 85), w)
+    column = np.arange(85)
+    warp, following, row = column // 16 % 4, column // 8 % 2, column % 8
     for i in range(k):
-        unit, part, pair, lane, half = i // 64, i // 32 % 2, i // 8 % 4, i // 2 % 4, i % 2
-        found = words[:, 8 * unit + 2 * lane + part] >> (16 * half + 4 * pair) & 15
-        np.testing.assert_array_equal(found.astype(int) - 8, w[i])
+        part, pair, lane, half = i // 32 % 2, i // 8 % 4, i // 2 % 4, i % 2
+        found = words[column // 64, i // 64, 4 * (32 * warp + 4 * row + lane) + 2 * following + part]
+        np.testing.assert_array_equal((found >> (16 * half + 4 * pair) & 15).astype(int) - 8, w[i])
 
 
 def words_of(values, order=range(8)):
@@ -101,7 +103,7 @@ def test_checkpoints_keep_their_weights(layout):
         packed = cookbook.pack_int4_gptq(qweight, words_of(zeros - less), scales, **how)
         with pytest.raises(ValueError, match="g_idx must be None or arange"):
             cookbook.pack_int4_gptq(qweight, words_of(zeros), scales, g_idx=order[::-1])
-    np.testing.assert_array_equal(cookbook.unpack_int4(packed[0], k), q - 8)
+    np.testing.assert_array_equal(cookbook.unpack_int4(packed[0], k, n), q - 8)
     np.testing.assert_array_equal(packed[1], scales.astype(np.float32))
     np.testing.assert_array_equal(packed[2], zeros)
 
@@ -122,7 +124,7 @@ def test_mxfp4_keeps_every_value(k):
     values = E2M1_VALUES[np.stack([np.asarray(blocks) & 15, np.asarray(blocks) >> 4], -1)].reshape(2, 3, -1, 32)
     wanted = values * 2.0 ** (np.asarray(scales, float)[..., None] - 127)
     w, packed = cookbook.pack_mxfp4(blocks, scales)
-    assert w.shape == (2, 3, 8 * -(-k // 64)) and packed.shape == (2, -(-k // 64), 3)
+    assert w.shape == (2, 1, -(-k // 64), 512) and packed.shape == (2, -(-k // 64), 3)
     with jax.enable_x64(True):
         found = np.asarray(mxfp4.widened(w, packed, jnp.float64))[:, :k]
     np.testing.assert_array_equal(found, wanted.reshape(2, 3, k).swapaxes(1, 2))
@@ -132,16 +134,17 @@ def test_mxfp4_keeps_every_value(k):
 
 
 def widened(form, words, *of_groups):
-    """64 rows of words as the code of a warpgroup widens them: the interpreter does it by other instructions."""
-    units = words.shape[1] // 8
+    """A block of columns as the code of a warpgroup widens it: the interpreter does it by other instructions."""
+    units = words.shape[1]
 
     def body(w, *rest):
-        words, (*numbers, out) = [_device.load(w)], rest
+        words, (*numbers, out) = form_of.words(w, 0, 64), rest
         read = [[_device.load(x.at[i], _device.ROWS) for i in range(x.shape[0])] for x in numbers]
         wide = four_bits.widen(form, words, read, False)
         for i, part in enumerate(wide):
             _device.store(out.at[:, 64 * i : 64 * i + 64], part)
 
+    form_of, words = four_bits.Blocks(jnp.dtype(jnp.uint32), 64, 64 * units, False), four_bits.in_runs(words)
     kernel = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct((64, 64 * units), form.dtype))
     arrays = [np.array(x, order="C") for x in (words, *of_groups)]
     compiled = lab.compile_for("h200", kernel, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
@@ -198,13 +201,13 @@ def test_mxfp4():
 
 @pytest.mark.parametrize("op, m", [("int4", 1), ("mxfp4", 4096)])
 def test_what_the_compiler_makes_of_it(op, m):
-    """No spill; words leave shared memory in pairs; products wait for none; an instruction scales a pair of weights."""
+    """No spill; one load takes a thread's words of a block; products wait for none; one instruction scales a pair."""
     n, k = 8192, 4096
     scales = ((k // 128, n), BF16) if op == "int4" else ((k // 64, n), jnp.uint16)
-    avals = [jax.ShapeDtypeStruct(*x) for x in (((m, k), BF16), ((n, k // 8), jnp.uint32), scales)]
+    avals = [jax.ShapeDtypeStruct(*x) for x in (((m, k), BF16), (pack.shape_of(n, k), jnp.uint32), scales)]
     compiled = lab.compile_for("h200", getattr(cookbook, f"matmul_{op}_weights"), *avals)
     assert compiled.spill_bytes == 0 and not compiled.remarks
-    assert "LDS.64" in compiled.sass and "LDS.U8" not in compiled.sass and "HADD2" not in compiled.sass
+    assert "LDS.128" in compiled.sass and "LDS.U8" not in compiled.sass and "HADD2" not in compiled.sass
     # One scales a pair, and the products that take it as an operand are as many for each four pairs.
     scaling = compiled.sass.count("HFMA2.BF16" if op == "int4" else "HMUL2.BF16")
     assert scaling >= 4 * compiled.sass.count("HGMMA") - 8 and compiled.sass.count("HGMMA") >= 4
@@ -229,7 +232,7 @@ def ones(*shape, dtype=BF16):
     return jnp.ones(shape, dtype)
 
 
-W, S = ones(16, 16, dtype=jnp.uint32), ones(1, 16)
+W, S = ones(1, 2, 512, dtype=jnp.uint32), ones(1, 16)
 MX = ones(8, 128), W, ones(2, 16, dtype=jnp.uint16)
 call = functools.partial(matmul_int4_weights, ones(8, 128))
 
@@ -238,8 +241,11 @@ call = functools.partial(matmul_int4_weights, ones(8, 128))
     "fn, message",
     [
         (lambda: matmul_int4_weights(ones(8, 132), W, S), "a row of x has 132 values, 264 bytes.*pad it to 136"),
-        (lambda: matmul_int4_weights(ones(8, 64), W, S), r"w.shape=\(16, 16\) beside K = 64 of x; must end with 8,"),
-        (lambda: call(ones(128, 16, dtype=jnp.int8), S), "int8.*and uint32: pack the weights"),
+        (
+            lambda: matmul_int4_weights(ones(8, 64), W, S),
+            r"w.shape=\(1, 2, 512\) beside K = 64 of x and N = 16 .*\(1, 1, 512\),",
+        ),
+        (lambda: call(ones(1, 2, 512, dtype=jnp.int8), S), "int8.*and uint32: pack the weights"),
         (lambda: matmul_int4_weights(ones(8, 128, dtype=F32), W, S), "float32.*must be bfloat16 or float16"),
         (lambda: matmul_int4_weights(ones(2, 8, 128), W, S), "vmap"),
         (lambda: call(W, S, group_size=48), "group_size=48; must be one of"),
@@ -250,7 +256,7 @@ call = functools.partial(matmul_int4_weights, ones(8, 128))
         (lambda: matmul_mxfp4_weights(*MX[:2], S), r"must be \(2, 16\) and uint16.*pack_mxfp4"),
         (lambda: cookbook.pack_int4(ones(16, 16)), "w has shape .* must be int8"),
         (lambda: cookbook.pack_int4(9 - ones(16, 16, dtype=jnp.int8)), "integers from 8 to 8; must be from -8 to 7"),
-        (lambda: cookbook.unpack_int4(W, 64), r"words.shape=\(16, 16\), k=64; must have 8 columns"),
+        (lambda: cookbook.unpack_int4(W, 64, 9), r"words.shape=\(1, 2, 512\), k=64, n=9; must end with \(1, 1, 512\)"),
         (lambda: cookbook.pack_mxfp4(ones(4, 2, 8, dtype=jnp.uint8), ones(4, 2, dtype=jnp.uint8)), "must be .*16"),
         (
             lambda: cookbook.pack_int4_awq(ones(8, 1, dtype=jnp.int32), ones(1, 2, dtype=jnp.int32), ones(1, 8)),
@@ -290,9 +296,9 @@ def test_ptx_that_is_carried_out_rounds():
 
 
 def test_packing_is_of_arrays_alone():
-    """So it runs inside jit, and words are those of `pack.num_words`."""
+    """So it runs inside jit, and words are those of `pack.shape_of`."""
     words = jax.eval_shape(cookbook.pack_int4, jax.ShapeDtypeStruct((72, 8), jnp.int8))
-    assert words.shape == (8, pack.num_words(72)) == (8, 16)
+    assert words.shape == pack.shape_of(8, 72) == (1, 2, 512)
 
 
 # Groups of rows -------------------------------------------------------------------------------------------------------
@@ -373,7 +379,7 @@ def test_experts_of_integers():
     lab.check(fn, reference, x, logits, gate_up, down, wide, wide_down, gpu=None, tolerance=6e-3)
 
 
-PAIR = ones(2, 16, 8, dtype=jnp.uint32), ones(2, 1, 16, dtype=jnp.uint16)  # MXFP4.
+PAIR = ones(2, 1, 1, 512, dtype=jnp.uint32), ones(2, 1, 16, dtype=jnp.uint16)  # MXFP4.
 
 
 @pytest.mark.parametrize(
@@ -382,8 +388,8 @@ PAIR = ones(2, 16, 8, dtype=jnp.uint32), ones(2, 1, 16, dtype=jnp.uint16)  # MXF
         (dict(w_down=ones(2, 8, 16)), "w_gate_up and w_down must both be arrays, or both be packed"),
         (dict(w_down=PAIR[:1]), r"w_down has 1 parts; must be an array, or \(w, scales\) or"),
         (dict(x=ones(4, 16, dtype=F16)), "x.dtype=.*float16.*; must be bfloat16 beside these weights"),
-        (dict(w_down=(PAIR[0][:, :8], PAIR[1])), r"w_down\[0\].shape=\(2, 8, 8\); must be .* and \(E, 16, words\)"),
-        (dict(w_gate_up=(PAIR[0][..., :4], PAIR[1])), "must end with 8, 8 per 64 of K"),
+        (dict(w_down=(PAIR[0], PAIR[1][..., :8])), r"w_down\[1\].shape=\(2, 1, 8\); must be .* \(E, groups, 16\)"),
+        (dict(w_gate_up=(PAIR[0][..., :4], PAIR[1])), r"must end with \(1, 1, 512\), blocks of 64 by 64"),
         (dict(w_gate_up=(PAIR[0], PAIR[1].astype(F32).repeat(2, 1))), "one for each group"),
     ],
 )
@@ -402,8 +408,8 @@ def test_packed_experts_have_no_gradient():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(w=W), r"w.shape=\(16, 16\); must be \(M, K\) and a matrix for each group"),
-        (dict(lhs=ones(8, 64)), "beside K = 64 of lhs; must end with 8"),
+        (dict(w=W), r"w.shape=\(1, 2, 512\).*; lhs must be \(M, K\), and w and scales of a matrix for each group"),
+        (dict(lhs=ones(8, 64)), r"beside K = 64 of lhs and N = 16 of scales; must end with \(1, 1, 512\)"),
         (dict(scales=ones(2, 2, 16)), r"must be \(2, 2, 16\) and uint16"),
         (dict(out_dtype=F32), "must be bfloat16 or float16, because tiles are transposed"),
         (dict(config=Config(128, 16, split_k=2)), "must be of split_k=1"),
@@ -411,6 +417,6 @@ def test_packed_experts_have_no_gradient():
     ],
 )
 def test_errors_of_groups_name_the_rule(change, message):
-    args = dict(lhs=MX[0], w=ones(2, 16, 16, dtype=jnp.uint32), scales=ones(2, 2, 16, dtype=jnp.uint16))
+    args = dict(lhs=MX[0], w=ones(2, 1, 2, 512, dtype=jnp.uint32), scales=ones(2, 2, 16, dtype=jnp.uint16))
     with pytest.raises(ValueError, match=message):
         cookbook.ragged_dot_mxfp4_weights(**(args | dict(group_sizes=jnp.array([3, 5])) | change))

@@ -1,9 +1,11 @@
 """The launches of a program, read from the text in which XLA has scheduled it."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import lab
+from lab import launching
 from lab.launching import Launch, _of
 
 TEXT = """HloModule jit_f, is_scheduled=true
@@ -43,3 +45,12 @@ def test_another_gpu_than_the_process_compiles_for_is_refused():
     other = "h200" if lab.on_gpu("b200") else "b200"
     with pytest.raises(ValueError, match=f"gpu = '{other}' has compute capability .* lab.compile_for"):
         lab.launches(other, jnp.add, jnp.ones(8), jnp.ones(8))
+
+
+def test_a_jitted_function_is_compiled_for_its_next_call_too(monkeypatch):
+    monkeypatch.setattr(launching.interpreter, "on_gpu", lambda gpu: True)
+    traced = []
+    negated = jax.jit(lambda x: traced.append(x) or -x)
+    assert lab.launches("h200", negated, jax.ShapeDtypeStruct((8,), jnp.float32))
+    negated(jnp.ones(8))
+    assert len(traced) == 1

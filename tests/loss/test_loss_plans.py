@@ -74,7 +74,7 @@ def test_every_column_is_in_one_piece():
 def test_products_of_many_sizes(memory):
     """Rows from one to many, vocabularies of any size, both ways a weight may lie."""
     rng = np.random.default_rng(memory == "low")
-    for _ in range(3):
+    for _ in range(2):
         rows, vocabulary = (int(np.exp(rng.uniform(0, np.log(most)))) for most in (20000, 200000))
         hidden, transposed = 8 * int(rng.integers(1, 300)), bool(rng.integers(2))
         sizes, how = operands(rows, hidden, vocabulary, transposed), dict(transpose_weight=transposed, memory=memory)
@@ -116,9 +116,7 @@ def compiled_whole(fn, *avals, donate_argnums=()):
         ((8192, 2048, 32000), None),
         ((8192, 2048, 32000), "low"),
         slow((3656, 4800, 225384), None),  # Not a multiple of 64: no rows of the weight's gradient are cut off.
-        slow((8192, 2048, 131072), None),
         slow((16384, 2048, 151936), None),
-        slow((16384, 2048, 151936), "low"),
         slow((4096, 4096, 128256), "low"),
     ],
 )
@@ -145,7 +143,7 @@ def test_no_registers_are_spilled():
         assert compiled.spill_bytes == 0 and min(each.blocks_per_sm for each in compiled.kernels) >= 3
 
 
-@pytest.mark.parametrize("size", [(16384, 2048, 151936), slow((4096, 4096, 128256)), slow((1000, 136, 12345))])
+@pytest.mark.parametrize("size", [(16384, 2048, 151936), slow((1000, 136, 12345))])
 @pytest.mark.parametrize("options", [{}, ALL])
 def test_the_epilogue_of_the_loss_alone_spills_no_registers(size, options):
     compiled = lab.compile_for("h200", lambda *args: linear_cross_entropy(*args, **options), *operands(*size))

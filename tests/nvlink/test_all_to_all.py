@@ -191,8 +191,7 @@ def compiled_equal(n, shape, dtype=jnp.bfloat16, **how):
     return lab.compile_for("h200", fn, jax.ShapeDtypeStruct((n * shape[0], *shape[1:]), dtype), devices=n)
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("n, dtype", zip([2, 4, 8], DTYPES, strict=True))
 @pytest.mark.parametrize("build", [compiled, compiled_equal])
 def test_it_compiles_without_spills_or_multicast(build, n, dtype, described_peers):
     code = build(n, (4096, 7168), dtype)

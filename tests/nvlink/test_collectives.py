@@ -29,8 +29,7 @@ def compiled(op, n, shape, dtype=jnp.bfloat16, axis="x", devices=None, **kwargs)
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("n", [2, 4, 8])
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("n, dtype", zip([2, 4, 8], DTYPES, strict=True))
 def test_it_compiles_without_spills_or_multicast(op, n, dtype):
     code = compiled(op, n, (n * 512, 1024), dtype)
     assert code.spill_bytes == 0 and code.registers <= 168 and code.remarks == ()

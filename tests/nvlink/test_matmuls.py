@@ -40,8 +40,7 @@ def compiled(op, n, m, k, cols, dtype=jnp.bfloat16, axis="x", devices=None, grad
 
 
 @each_op
-@pytest.mark.parametrize("n", [2, 4, 8])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("n, dtype", [(2, jnp.bfloat16), (4, jnp.float16), (8, jnp.bfloat16)])
 def test_it_compiles_without_spills_or_multicast(op, n, dtype):
     code = compiled(op, n, 1024, 4096, 4096, dtype)
     assert code.spill_bytes == 0 and code.registers <= 168 and code.remarks == ()
@@ -82,7 +81,7 @@ def test_the_derivative_of_one_is_the_other(op):
 
 
 @each_op
-@pytest.mark.parametrize("m, k, cols", [(1024, 4096, 4096), (264, 1000, 520), (8, 24576, 64)], ids=str)
+@pytest.mark.parametrize("m, k, cols", [(264, 1000, 520), (8, 24576, 64)], ids=str)
 def test_no_descriptor_of_tma_has_the_address_of_a_peer(described_peers, op, m, k, cols):
     assert compiled(op, 4, m, k, cols).spill_bytes == 0 and not described_peers
 

@@ -331,7 +331,7 @@ def test_the_compiled_kernels(key_dim, how):
 
 @pytest.mark.parametrize(
     "key_dim, value_dim, length, norm",
-    [(128, 128, 256, True), slow(64, 64, 300, True), slow(128, 64, 300, False)],
+    [(128, 128, 256, True), slow(64, 64, 300, False)],
 )
 def test_the_compiled_gradients(key_dim, value_dim, length, norm):
     loss = lambda *args: kda(*args, use_qk_l2norm=norm).astype(jnp.float32).sum()

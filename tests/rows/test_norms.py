@@ -143,9 +143,10 @@ def test_group_norm(shape, size, dtype, gate_dtype, cols, kind):
     lab.check(fn, exact, *arrays, gpu=gpu_of(shape) if kind[1] else None, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("shape, size, dtype, gate_dtype, cols", GROUP_CASES, ids=str)
-def test_group_norm_gradients(shape, size, dtype, gate_dtype, cols, kind):
+def test_group_norm_gradients(shape, size, dtype, gate_dtype, cols, before):
+    kind = before, before == (gate_dtype == BF16)  # All kinds, two for a case.
     fn, exact, arrays = group_case(shape, size, dtype, gate_dtype, cols, kind)
     dy = normal(4, shape, dtype)
     if size == 1 and not kind[1]:
@@ -154,9 +155,7 @@ def test_group_norm_gradients(shape, size, dtype, gate_dtype, cols, kind):
     lab.check(pull(fn), at_full_width(pull(exact)), *arrays, dy, gpu=gpu)
 
 
-@pytest.mark.parametrize(
-    "shape", [(8192, 4096), slow((8192, 128)), slow((8192, 8192)), slow((4096, 12288)), slow((32, 8192))], ids=str
-)
+@pytest.mark.parametrize("shape", [(8192, 4096), slow((8192, 128)), slow((4096, 12288)), slow((32, 8192))], ids=str)
 def test_no_registers_are_spilled(shape):
     x, w = jax.ShapeDtypeStruct(shape, BF16), jax.ShapeDtypeStruct(shape[-1:], F32)
     with_sum = lambda op: lambda x, w, r: op(x, w, residual=r)
@@ -244,7 +243,7 @@ def test_8_bits_have_no_gradient():
 @pytest.mark.parametrize(
     # Rows of a warp, evenly and not; one group and several; rows left over; one column; rows that begin anywhere.
     "shape, dtype", [((8, 96), BF16), ((2, 4, 5120), F32), ((37, 999), BF16), ((2, 20480), BF16), ((3, 1), F32),
-                     slow((5, 5000), BF16), slow((3, 8191), BF16)],
+                     slow((3, 8191), BF16)],
     ids=str,
 )  # fmt: skip
 def test_the_sum_in_the_place_of_the_residual(shape, dtype):

@@ -112,7 +112,7 @@ def of_each_kind(cases):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if op != "group_norm after"])  # It has the plans of the one before.
 def test_rows_of_every_length(op, monkeypatch):
     # The second stage of the norms' gradients is a sum over the leading axis.
     monkeypatch.setattr(leading, "sum_leading", lambda target, params, dtype, *x: jnp.zeros(x[0].shape[1:], dtype))

@@ -337,7 +337,7 @@ def test_a_request_that_fails_between_steps_of_one_program(device, monkeypatch):
     assert good.tokens == expected(good) and "after token 5 are not finite" in str(bad.error)
 
 
-SCHEDULES = 60  # With `ahead` and without it; the slow tests bring each to 150.
+SCHEDULES = 60  # With `ahead` and without it; the slow tests bring each to 110.
 
 
 def serve_all(device, seeds, ahead: bool):
@@ -361,7 +361,7 @@ def test_a_fault_anywhere_leaves_right_tokens_with_a_window(device, ahead):
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [True, False])
 def test_a_fault_anywhere_leaves_right_tokens_in_all_schedules(device, ahead):
-    serve_all(device, range(SCHEDULES, 150), ahead)
+    serve_all(device, range(SCHEDULES, 110), ahead)
 
 
 # The same with real models, on both backends ------------------------------------------------------------------------

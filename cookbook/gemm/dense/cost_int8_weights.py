@@ -3,6 +3,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 from jax.experimental import pallas as pl
 
@@ -20,10 +21,20 @@ def default_config(m: int, n: int, k: int, num_sms: int = 132, bits: int = 8) ->
 
 def ranked(m: int, n: int, k: int, count: int, num_sms: int = 132, bits: int = 8) -> list[Config]:
     """The `count` configurations of the least predicted time, the best first: those that are worth timing."""
-    return sorted(candidates(m, n, k, num_sms), key=lambda config: predict(config, m, n, k, num_sms, bits))[:count]
+    found = candidates(m, n, k, num_sms, bits)
+    return sorted(found, key=lambda config: predict(config, m, n, k, num_sms, bits))[:count]
 
 
-def candidates(m: int, n: int, k: int, num_sms: int):
+def candidates(m: int, n: int, k: int, num_sms: int, bits: int = 8) -> list[Config]:
+    found = list(_of_two(m, n, k, num_sms))
+    if bits == 4:  # With 8 bits, 16,384 rows of 32 groups took 557 us with four warpgroups, not 521.
+        whole = [c for c in found if c.cluster_m == c.split_k == 1 and c.tile_n <= ROWS_OF_FOUR.get(c.tile_k, 0)]
+        found += [replace(c, tile_m=256, warpgroups=4, overlap=c.tile_k == 128 and c.tile_n <= 16) for c in whole]
+    return found
+
+
+def _of_two(m: int, n: int, k: int, num_sms: int):
+    """The configurations with two warpgroups."""
     widths = [width for width in cost.WIDTHS if width < 2 * m or width == 8]
     for tile_n in widths:
         tiles = pl.cdiv(n, 128) * pl.cdiv(m, tile_n)
@@ -66,6 +77,9 @@ def predict(c: Config, m: int, n: int, k: int, num_sms: int, bits: int = 8, conv
     return start + cost.longer(time, (n * k * bits / 8 + 2 * m * (n + k)) / h.read / 1e6)
 
 
+# The most rows of a tile that leave four warpgroups enough registers, for steps of so many values of K. Few of them
+# also leave enough to convert weights while products of the step before run.
+ROWS_OF_FOUR = {64: 128, 128: 48, 256: 16}
 LEAST_OVERLAP = 128  # Rows of a tile from which on a product of one wave overlaps conversion with products.
 WAVES_OF_PARTS = 4  # Waves of clusters that add up parts of K, at most.
 PARTS_START = 0.347  # us to add up parts of K,

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights of 4 bits: how they lie, and how they become floats of 16 bits in registers.
 
-Eight weights of a column of w lie in a word of 32 bits, so that each word holds what one thread needs: a thread's
-operands of a WGMMA are pairs of neighbouring values of K, eight apart. 64 values of K are a unit of eight words. Value
+Blocks of 64 columns of w by 64 values of K lie one after the other, 2 KB each: TMA copies long runs, which the memory
+sends faster than short rows. In a block each of a warpgroup's 128 threads has 16 bytes, which it loads at once, the 32
+weights that it multiplies: pairs of neighbouring values of K, eight apart, of two columns, eight apart. A word of 32
+bits has eight weights of a column. Value
 
-    k = 32 part + 8 pair + 2 lane + half
+    column = 16 warp + 8 next + row,    k = 32 part + 8 pair + 2 lane + half
 
-of a unit lies in word 2 lane + part, in the 16 bits of `half`. A pair comes out of a word by a shift and a mask, and no
-value moves between threads. An integer from 0 to 15 lies in bits 4 pair to 4 pair + 3 of its half. An e2m1 value, a
-sign, two bits of exponent and one of mantissa, lies where one shift brings the magnitude, and for half of the pairs the
-sign too, to its place in a bfloat16.
+of a block lies in word 2 next + part of thread 32 warp + 4 row + lane, in the 16 bits of `half`. A pair comes out of a
+word by a shift and a mask, and no value moves between threads. An integer from 0 to 15 lies in bits 4 pair to
+4 pair + 3 of its half. An e2m1 value, a sign, two bits of exponent and one of mantissa, lies where one shift brings the
+magnitude, and for half of the pairs the sign too, to its place in a bfloat16.
 
 An integer then is the last bits of a mantissa, a subnormal number, and an e2m1 value is the last bits of an exponent
 and the first of a mantissa, which is the value times 2^-126. A multiplication by a large power of two, part of the
@@ -25,14 +27,17 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device
+from ..operand import Operand
 
 VALUES = 8  # Weights in a word.
-UNIT = 64  # Values of K that are packed together.
-WORDS = UNIT // VALUES
+UNIT = 64  # Columns, and values of K, of a block.
+WORDS = UNIT * UNIT // VALUES  # In a block.
+BOX = 256  # Words along an axis that TMA copies at once: a block is two runs of so many.
 PAIRS = 4  # Pairs of weights in a word.
 # Where the halves of a word hold the four e2m1 values: the last bit of each magnitude, and the sign.
 MAGNITUDES, SIGNS = (6, 3, 0, 9), (15, 12, 14, 13)
@@ -68,7 +73,7 @@ class Integers:
         return HELD if self.at_once else 0
 
     def scaled(self, values, half: int, units: int, of_groups):
-        """Half a unit, the step's `half`th, times its scales. Sums of products become one instruction, rounded once."""
+        """Half a block's K, the step's `half`th, times its scales. Sums of products are one instruction."""
         scale, *zero = (numbers[half * len(numbers) // (2 * units)] for numbers in of_groups)
         repeat = lambda numbers: _device.spread(numbers, 0, values.shape)
         least = jnp.finfo(self.dtype).smallest_subnormal
@@ -116,7 +121,7 @@ class E2M1:
         return pairs
 
     def scaled(self, values, half: int, units: int, of_groups):
-        """Half a unit, the step's `half`th, times its scales."""
+        """Half a block's K, the step's `half`th, times its scales."""
         return values * _device.spread(
             lax.bitcast_convert_type(_exponents(of_groups, half), self.dtype), 0, values.shape
         )
@@ -145,52 +150,87 @@ def _twice(bits: int):
     return jnp.uint32(bits << 16 | bits)
 
 
+def in_runs(w):
+    """Packed weights as TMA copies them."""
+    return w.reshape(*w.shape[:-2], w.shape[-2] * (WORDS // BOX), BOX)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks(Operand):
+    """Weights of 4 bits as an operand: (blocks of columns, runs of words, words of a run), and so is its tile."""
+
+    @property
+    def tile(self) -> tuple[int, int, int]:
+        return self.rows // UNIT, self.tile_k // UNIT * (WORDS // BOX), BOX
+
+    @property
+    def copies(self) -> int:
+        return 1
+
+    def smem(self, slots: int, interpreted: bool):
+        return plgpu.SMEM((slots, *self.tile), self.dtype)
+
+    def views(self, smem, interpreted: bool):
+        return smem, smem
+
+    def at(self, row, k):
+        return _device.div(row, UNIT), _device.div(k, UNIT * BOX // WORDS)
+
+    def copy(self, gmem, at, smem, filled, shared: str | None):
+        blocks, runs = (pl.ds(start, size) for start, size in zip(at, self.tile[:2], strict=True))
+        plgpu.copy_gmem_to_smem(gmem.at[blocks, runs], smem, filled, collective_axes=shared)
+
+    def words(self, smem, wg, rows: int):
+        """The words of a slot's tile that warpgroup `wg` multiplies, `rows` of it: for each 64 of K, of each block."""
+        blocks, runs = rows // UNIT, WORDS // BOX
+        layout = plgpu.Layout.WG_STRIDED((runs, BOX), vec_size=WORDS // _device.WARPGROUP)
+        load = lambda block, unit: plgpu.load(smem.at[wg * blocks + block, pl.ds(unit * runs, runs)], layout=layout)
+        return [[load(block, unit) for block in range(blocks)] for unit in range(self.tile_k // UNIT)]
+
+
 def widen(form: Integers | E2M1, words, of_groups, interpreted: bool):
     """The weights of a step as floats of 16 bits, UNIT values of K in each array.
 
-    `words` are arrays of (rows, words of a row), `of_groups` lists of (rows,) for each of the step's groups.
+    `words` are those of `Blocks.words`, `of_groups` lists of (rows,) for each of the step's groups.
     """
-    units = [part[:, i : i + WORDS] for part in words for i in range(0, part.shape[1], WORDS)]
     wide = []
-    for i, unit in enumerate(units):
-        pairs = form.pairs(unit)
+    for i, blocks in enumerate(words):
+        pairs = [form.pairs(block) for block in blocks]
         if interpreted:
             halves, scaled = _bits_in_order(pairs), form.interpreted
         else:
             halves, scaled = _in_order(pairs, form.dtype), form.scaled
         wide.append(
-            jnp.concatenate([scaled(x, 2 * i + j, len(units), of_groups) for j, x in enumerate(halves)], axis=1)
+            jnp.concatenate([scaled(x, 2 * i + j, len(words), of_groups) for j, x in enumerate(halves)], axis=1)
         )
     return wide
 
 
-def _bits_in_order(pairs):
+def _bits_in_order(blocks):
     """As `_in_order`, of any array, as 16 bits each."""
-    rows = pairs[0].shape[0]
-    bits = lax.bitcast_convert_type(jnp.stack(pairs), jnp.uint16).reshape(PAIRS, rows, 4, 2, 2)
-    return list(bits.transpose(3, 1, 0, 2, 4).reshape(2, rows, UNIT // 2))
+    words = jnp.stack([jnp.stack(pairs) for pairs in blocks]).reshape(len(blocks), PAIRS, 4, 8, 4, 2, 2)
+    bits = lax.bitcast_convert_type(words, jnp.uint16)  # (block, pair, warp, row, lane, next, part, half).
+    return list(bits.transpose(6, 0, 2, 5, 3, 1, 4, 7).reshape(2, len(blocks) * UNIT, UNIT // 2))
 
 
-def _in_order(pairs, dtype):
-    """A unit, of whose (rows, WORDS) words `pairs` holds two numbers each, in the order of K, as two arrays."""
-    layout = plgpu.Layout.WGMMA
-    half = plgpu.ShapeDtypeStruct((pairs[0].shape[0], UNIT // 2), dtype, layout=layout)
+def _in_order(blocks, dtype):
+    """64 values of K, of which each thread has pairs of numbers in `blocks`' words, in the order of K: two arrays."""
+    layout, words = plgpu.Layout.WGMMA, [pair for pairs in blocks for pair in pairs]
+    half = plgpu.ShapeDtypeStruct((len(blocks) * UNIT, UNIT // 2), dtype, layout=layout)
+    of_words = plgpu.Layout.WG_STRIDED(words[0].shape, vec_size=WORDS // _device.WARPGROUP)
 
-    @plgpu.inline_mgpu(arg_types=(layout,) * PAIRS, return_type=(half, half))
-    def rename(_, *pairs):
+    @plgpu.inline_mgpu(arg_types=(of_words,) * len(words), return_type=(half, half))
+    def rename(_, *words):
         wgmma = layout.to_mgpu()
         two = wgmma.registers_element_type(mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
+        taken = lambda words, i: mgpu.utils.bitcast(mgpu.utils.vector_slice(words, slice(i, i + 1)), two)
 
         def of_part(part: int):
-            word = lambda words: mgpu.utils.bitcast(mgpu.utils.vector_slice(words, slice(part, part + 1)), two)
-            # (which 64 rows, which 8 columns, which 8 rows).
-            registers = np.stack(
-                [np.vectorize(word, otypes=[object])(x.registers.reshape(-1, 2)) for x in pairs], axis=1
-            )
-            return mgpu.FragmentedArray(
-                _registers=registers.reshape(wgmma.registers_shape(half.shape)), _layout=wgmma, _is_signed=None
-            )
+            """Registers of (which 64 rows, which 8 columns, which 8 rows)."""
+            registers = [[taken(x.registers.item(), 2 * following + part) for following in range(2)] for x in words]
+            registers = np.array(registers, object).reshape(wgmma.registers_shape(half.shape))
+            return mgpu.FragmentedArray(_registers=registers, _layout=wgmma, _is_signed=None)
 
         return of_part(0), of_part(1)
 
-    return rename(*pairs)
+    return rename(*words)

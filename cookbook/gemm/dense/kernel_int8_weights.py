@@ -24,7 +24,7 @@ from ..operand import STEP_BYTES, Operand, Ring, swizzled
 from ..plan import REGISTERS, Plan, identity
 from ..tiles import Config as PlainConfig
 from ..tiles import Tiles
-from .four_bits import E2M1, VALUES, Integers, widen
+from .four_bits import E2M1, Blocks, Integers, widen
 
 UNIT = 64  # Values of a row of a that are swizzled together: 128 bytes.
 
@@ -67,8 +67,8 @@ def plan_of(
     if interpreted:  # Its WGMMA wants both operands in shared memory, of which it has any amount: 16-bit weights.
         wide = (c.warpgroups, c.tile_k // UNIT, c.compute_tile[0], UNIT)
         others = (("wide_smem", swizzled(wide, a.dtype, None, STEP_BYTES, interpreted)),)
-    packed = 1 if four_bits is None else VALUES
-    weights = Operand(w_q.dtype, c.tile_m, c.tile_k, False, stacked=stacked, packed=packed)
+    kind = Operand if four_bits is None else Blocks
+    weights = kind(w_q.dtype, c.tile_m, c.tile_k, False, stacked=stacked)
     a = Operand(a.dtype, c.tile_n, c.tile_k, False)
     return Plan(tiles, weights, a, identity, out_dtype, interpreted, others, four_bits=four_bits)
 
@@ -91,9 +91,11 @@ def multiply(plan: Plan, ring: Ring, wide_smem, before, acc):
     def read(step):
         """The weights of a step as they lie, and the numbers of their groups along K."""
         slot, mine = ring.wait(before + step), pl.ds(role * rows, rows)
-        pieces = [ring.a.at[slot, 0, j, mine] for _, j in plan.a.pieces]
         of_groups = [[plgpu.load(x.at[slot, i, mine], layout=_device.ROWS) for i in range(x.shape[1])]
                      for x in ring.of_groups]  # fmt: skip
+        if plan.four_bits:
+            return plan.a.words(ring.a.at[slot], role, rows), of_groups
+        pieces = [ring.a.at[slot, 0, j, mine] for _, j in plan.a.pieces]
         return [plgpu.load(piece, layout=plgpu.Layout.WGMMA) for piece in pieces], of_groups
 
     def convert(read):

@@ -3,10 +3,10 @@
 
     o = x @ ((q - zeros) * scales), computed as oᵀ = wᵀ xᵀ, where q are integers from 0 to 15
 
-Shapes: x (M, K), w (N, 8 ceil(K / 64)), scales and zeros (ceil(K / group_size), N), o (M, N). x is bfloat16 or float16,
-w uint32, o bfloat16, float16 or float32; sums are float32. K must be a multiple of 8, the 16 bytes of a row of x that
-TMA asks for. A weight times its scale is rounded once, to the dtype of x: so the error is that of a product with a
-16-bit matrix of the same values.
+Shapes: x (M, K), w (ceil(N / 64), ceil(K / 64), 512), scales and zeros (ceil(K / group_size), N), o (M, N). x is
+bfloat16 or float16, w uint32, o bfloat16, float16 or float32; sums are float32. K must be a multiple of 8, the 16 bytes
+of a row of x that TMA asks for. A weight times its scale is rounded once, to the dtype of x: so the error is that of a
+product with a 16-bit matrix of the same values.
 
 Role and barrier tables: `kernel.py`, where the operand `a` is w and the operand `b` is x; the kernel is that of
 `kernel_int8_weights.py`; `four_bits.py` says how weights lie and what becomes of them; `pack.py` packs them.
@@ -28,9 +28,9 @@ from ..references import exact_product, rounded
 from ..references import flops as flops
 from ..tiles import Tiles
 from . import cost_int8_weights
-from .four_bits import E2M1, Integers
+from .four_bits import E2M1, Integers, in_runs
 from .kernel_int8_weights import Config, kernel, plan_of
-from .pack import integers, num_words
+from .pack import integers, shape_of
 
 GROUPS = 32, 64, 128  # Sizes of groups along K.
 
@@ -43,7 +43,7 @@ def matmul_int4_weights_reference(x, w, scales, zeros=None, group_size=128, weig
 def weights_reference(w, scales, zeros, group_size, k, dtype):
     """The (K, N) weights."""
     of_rows = lambda groups: jnp.repeat(groups.astype(dtype), group_size, axis=0)[:k]
-    q = integers(w)[:, :k].T.astype(dtype)
+    q = integers(w)[: scales.shape[1], :k].T.astype(dtype)
     return (q - (8 if zeros is None else of_rows(zeros))) * of_rows(scales)
 
 
@@ -76,7 +76,7 @@ def matmul_int4_weights(
 
     Args:
       x: (M, K); bfloat16 or float16, K a multiple of 8.
-      w: (N, 8 ceil(K / 64)); uint32, q from 0 to 15 as packed.
+      w: (ceil(N / 64), ceil(K / 64), 512); uint32, q from 0 to 15 as packed.
       scales: (ceil(K / group_size), N), of a floating dtype; at most 127 beside x in float16. The fastest are bfloat16
         beside x in bfloat16. An N that is not a multiple of 8 costs a copy of them.
       zeros: of the shape of scales, integers from 0 to 16 of any dtype; None for 8, so that weights are -8 to 7. An N
@@ -94,7 +94,7 @@ def matmul_int4_weights(
     op = "matmul_int4_weights"
     x, w, scales = (_host.as_array(op, name, value) for name, value in (("x", x), ("w", w), ("scales", scales)))
     group_size = size_of_groups(op, group_size)
-    m, n, k = check_sizes(op, x, w, (jnp.bfloat16, jnp.float16))
+    m, n, k = check_sizes(op, x, w, scales, (jnp.bfloat16, jnp.float16))
     of_groups, form = check_groups(op, scales, zeros, (-(-k // group_size), n), group_size, x.dtype)
     return product(op, x, w, of_groups, form, (m, n, k), out_dtype, config)
 
@@ -116,20 +116,24 @@ def group_size_of(k: int, groups: int) -> int:
     return next((size for size in GROUPS if -(-k // size) == groups), GROUPS[-1])
 
 
-def check_sizes(op: str, x, w, dtypes, name: str = "x", grouped: bool = False) -> tuple[int, int, int]:
+def check_sizes(op: str, x, w, scales, dtypes, name: str = "x", grouped: bool = False) -> tuple[int, int, int]:
     """M, N and K of the product of x, of this `name`, and packed weights; `dtypes` are those that x may have."""
     if x.dtype not in dtypes or w.dtype != jnp.uint32:
         names = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
         found = f"{name}.dtype={x.dtype}, {w.dtype=}"
         raise ValueError(f"{_host.PACKAGE}.{op}: {found}; must be {names}, and uint32: pack the weights")
-    if x.ndim != 2 or w.ndim != 2 + grouped:
-        rule = "be (M, K) and a matrix for each group" if grouped else "both be matrices: use jax.vmap for batches"
-        raise ValueError(f"{_host.PACKAGE}.{op}: {name}.shape={x.shape}, {w.shape=}; must {rule}")
+    if x.ndim != 2 or w.ndim != 3 + grouped or scales.ndim != 2 + grouped:
+        found = f"{name}.shape={x.shape}, {w.shape=}, {scales.shape=}"
+        rule = "be (M, K), and w and scales of a matrix" + (
+            " for each group" if grouped else ": use jax.vmap for batches"
+        )
+        raise ValueError(f"{_host.PACKAGE}.{op}: {found}; {name} must {rule}")
     arguments.require_rows(op, name, x)
-    (m, k), (n, words) = x.shape, w.shape[-2:]
-    if words != num_words(k):
+    (m, k), n = x.shape, scales.shape[-1]
+    if w.shape[-3:] != shape_of(n, k):
         raise ValueError(
-            f"{_host.PACKAGE}.{op}: {w.shape=} beside K = {k} of {name}; must end with {num_words(k)}, 8 per 64 of K"
+            f"{_host.PACKAGE}.{op}: {w.shape=} beside K = {k} of {name} and N = {n} of scales; must end with "
+            f"{shape_of(n, k)}, blocks of 64 by 64"
         )
     _host.require_indices(op, M=m, N=n, K=k)
     return m, n, k
@@ -164,7 +168,7 @@ def product(op: str, x, w, of_groups, form: Integers | E2M1, sizes, out_dtype, c
     target = _host.require_tensor_cores(op)
     config = config or default_config(m, n, k, target.num_sms)
     tiles = Tiles(n, m, k, config.tile_k, config, target.num_sms)
-    plan = plan_of(tiles, w, x, out_dtype, target.interpreted, four_bits=form)
+    plan, w = plan_of(tiles, w, x, out_dtype, target.interpreted, four_bits=form), in_runs(w)
     of_groups = [_host.pad_to_tiles(numbers, (1, 16 // numbers.dtype.itemsize)) for numbers in of_groups]
     return fused_product(kernel, x, (w, *of_groups), {}, plan=plan, params=_host.compiler_params())
 

@@ -3,7 +3,8 @@
 
     o = x @ (e2m1 * 2^e), computed as oᵀ = wᵀ xᵀ
 
-Shapes: x (M, K), w (N, 8 ceil(K / 64)), scales (ceil(K / 64), N), o (M, N). x is bfloat16, w uint32, scales uint16, o
+Shapes: x (M, K), w (ceil(N / 64), ceil(K / 64), 512), scales (ceil(K / 64), N), o (M, N). x is bfloat16, w uint32,
+scales uint16, o
 bfloat16, float16 or float32; sums are float32. K must be a multiple of 8, the 16 bytes of a row of x that TMA asks for.
 Weights are exact.
 
@@ -42,7 +43,8 @@ def widened(w, scales, dtype):
         *scales.shape[:-2], 2 * scales.shape[-2], scales.shape[-1]
     )
     exponents = jnp.repeat(exponents.astype(jnp.int32) - (127 + E2M1_BIAS), BLOCK, axis=-2)
-    return jnp.ldexp(e2m1(w).mT.astype(dtype), exponents)
+    values = e2m1(w)[..., : scales.shape[-1], :]
+    return jnp.ldexp(values.mT.astype(dtype), exponents)
 
 
 def matmul_mxfp4_weights(
@@ -61,7 +63,7 @@ def matmul_mxfp4_weights(
 
     Args:
       x: (M, K); bfloat16, K a multiple of 8.
-      w: (N, 8 ceil(K / 64)); uint32, as packed.
+      w: (ceil(N / 64), ceil(K / 64), 512); uint32, as packed.
       scales: (ceil(K / 64), N); uint16, as packed. An N that is not a multiple of 8 costs a copy of them.
       out_dtype: bfloat16, float16 or float32; None for the dtype of `x`.
       config: tiles, stages, cluster and order; None chooses by shape.
@@ -74,7 +76,7 @@ def matmul_mxfp4_weights(
     """
     op = "matmul_mxfp4_weights"
     x, w, scales = (_host.as_array(op, name, value) for name, value in (("x", x), ("w", w), ("scales", scales)))
-    m, n, k = check_sizes(op, x, w, (jnp.bfloat16,))
+    m, n, k = check_sizes(op, x, w, scales, (jnp.bfloat16,))
     if scales.shape != (units := (-(-k // 64), n)) or scales.dtype != jnp.uint16:
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {scales.shape=}, {scales.dtype=}; must be {units} and uint16: pack weights and "

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ... import _host
-from .four_bits import E2M1_BIAS, MAGNITUDES, PAIRS, SIGNS, UNIT, VALUES, WORDS
+from .four_bits import E2M1_BIAS, MAGNITUDES, PAIRS, SIGNS, UNIT, WORDS
 
 NIBBLES = 8  # Weights in a 32-bit word of a checkpoint.
 E2M1_MAGNITUDES = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0  # The codes 0 to 7; 8 to 15 are the same, negative.
@@ -23,7 +23,7 @@ def pack_int4(w: jax.Array) -> jax.Array:
       w: (..., K, N); int8, from -8 to 7. Inside `jax.jit` nobody can look: there the lowest four bits count.
 
     Returns:
-      (..., N, 8 ceil(K / 64)); uint32. `cookbook.unpack_int4` is the inverse.
+      (..., ceil(N / 64), ceil(K / 64), 512); uint32. `cookbook.unpack_int4` is the inverse.
 
     Raises:
       ValueError: a rank or dtype is not supported, or an integer has more than 4 bits.
@@ -42,18 +42,23 @@ def pack_int4(w: jax.Array) -> jax.Array:
     return _words((w.mT + 8).astype(jnp.uint8) & 15, _nibble)
 
 
-def unpack_int4(words: jax.Array, k: int) -> jax.Array:
-    """(..., K, N) int8 integers from -8 to 7, which `cookbook.pack_int4` packed as (..., N, 8 ceil(K / 64)) uint32.
+def unpack_int4(words: jax.Array, k: int, n: int) -> jax.Array:
+    """(..., K, N) int8 integers from -8 to 7, of what `cookbook.pack_int4` made of them.
+
+    Args:
+      words: (..., ceil(N / 64), ceil(K / 64), 512); uint32.
+      k, n: K and N.
 
     Raises:
-      ValueError: a rank or dtype is not supported, or `words` are of another K than `k`.
+      ValueError: a rank or dtype is not supported, or `words` are of another K or N.
     """
     words = _of_kind("unpack_int4", "words", words, "uint32", jnp.uint32)
-    if words.ndim < 2 or words.shape[-1] != num_words(k):
+    if words.shape[-3:] != shape_of(n, k):
         raise ValueError(
-            f"{_host.PACKAGE}.unpack_int4: {words.shape=}, {k=}; must have {num_words(k)} columns, 8 for each 64 of k"
+            f"{_host.PACKAGE}.unpack_int4: {words.shape=}, {k=}, {n=}; must end with {shape_of(n, k)}, blocks of 64 by "
+            "64"
         )
-    return integers(words)[..., :k].mT.astype(jnp.int8) - 8
+    return integers(words)[..., :n, :k].mT.astype(jnp.int8) - 8
 
 
 def pack_int4_gptq(qweight, qzeros, scales, *, g_idx=None, zeros_less_one: bool = True):
@@ -117,8 +122,8 @@ def pack_mxfp4(blocks, scales):
       scales: (..., N, K / 32); uint8, the exponent of two of a scale, plus 127.
 
     Returns:
-      (w, scales): (..., N, 8 ceil(K / 64)) uint32 and (..., ceil(K / 64), N) uint16. Scales from 2^-108 to 2^25 are
-      exact; weights of smaller ones lose bits, those of larger ones, and of the NaN 255, are not finite.
+      (w, scales): (..., ceil(N / 64), ceil(K / 64), 512) uint32 and (..., ceil(K / 64), N) uint16. Scales from 2^-108
+      to 2^25 are exact; weights of smaller ones lose bits, those of larger ones, and of the NaN 255, are not finite.
 
     Raises:
       ValueError: a rank, shape or dtype is not supported.
@@ -136,9 +141,9 @@ def pack_mxfp4(blocks, scales):
     return _words(values, _e2m1), (pairs[..., 0] | pairs[..., 1] << 8).mT
 
 
-def num_words(k: int) -> int:
-    """Words of a row of `k` weights."""
-    return -(-k // UNIT) * WORDS
+def shape_of(n: int, k: int) -> tuple[int, int, int]:
+    """The shape of packed weights: blocks of columns, blocks of K, words of a block."""
+    return -(-n // UNIT), -(-k // UNIT), WORDS
 
 
 def _nibble(pair: int, value):
@@ -149,41 +154,60 @@ def _e2m1(pair: int, value):
     return (value & 7) << MAGNITUDES[pair] | value >> 3 << SIGNS[pair]
 
 
+def in_blocks(words):
+    """(..., N, 8 ceil(K / 64)) words, 8 for each 64 of K of a column: word 2 lane + part of each; as the kernels want
+    them, (..., ceil(N / 64), ceil(K / 64), 512)."""
+    *lead, n, count = words.shape
+    words = jnp.pad(words, [(0, 0)] * len(lead) + [(0, -n % UNIT), (0, 0)])
+    words = words.reshape(*lead, -1, 4, 2, 8, count // 8, 4, 2)  # (block, warp, next, row, block of K, lane, part).
+    return _moved(words, (0, 4, 1, 3, 5, 2, 6)).reshape(*lead, -1, count // 8, WORDS)
+
+
+def of_columns(blocks):
+    """The inverse of `in_blocks`, of all columns of all blocks."""
+    *lead, across, along, _ = blocks.shape
+    blocks = blocks.reshape(*lead, across, along, 4, 8, 4, 2, 2)  # (block, block of K, warp, row, lane, next, part).
+    return _moved(blocks, (0, 2, 5, 3, 1, 4, 6)).reshape(*lead, across * UNIT, along * 8)
+
+
+def _moved(x, order):
+    lead = x.ndim - len(order)
+    return x.transpose(*range(lead), *(lead + axis for axis in order))
+
+
 def _words(values, placed):
-    """(..., rows, K) values of 4 bits in words; `placed(pair, value)` puts one into 16 bits."""
+    """(..., N, K) values of 4 bits in blocks of words; `placed(pair, value)` puts one into 16 bits."""
     *rows, k = values.shape
     values = jnp.pad(values.astype(jnp.uint32), [(0, 0)] * len(rows) + [(0, -k % UNIT)])
-    units = values.reshape(
-        *rows, num_words(k) // WORDS, 2, PAIRS, WORDS // 2, 2
-    )  # (unit, part, pair, lane, half) of K.
-    halves = sum(placed(pair, units[..., pair, :, :]) for pair in range(PAIRS))  # (unit, part, lane, half).
+    units = values.reshape(*rows, -(-k // UNIT), 2, PAIRS, 4, 2)  # (block, part, pair, lane, half) of K.
+    halves = sum(placed(pair, units[..., pair, :, :]) for pair in range(PAIRS))  # (block, part, lane, half).
     words = halves[..., 0] | halves[..., 1] << 16
-    return words.swapaxes(-1, -2).reshape(*rows, num_words(k))
+    return in_blocks(words.swapaxes(-1, -2).reshape(*rows, -1))
 
 
-def _units(words, taken):
+def _values(blocks, taken):
     """The inverse of `_words`: `taken(pair, halves)` takes a value out of 16 bits."""
-    *rows, count = words.shape
-    words = words.reshape(*rows, count // WORDS, WORDS // 2, 2).swapaxes(-1, -2)
+    *rows, count = (words := of_columns(blocks)).shape
+    words = words.reshape(*rows, -1, 4, 2).swapaxes(-1, -2)
     halves = jnp.stack([words & 0xFFFF, words >> 16], axis=-1)
     values = jnp.stack([taken(pair, halves) for pair in range(PAIRS)], axis=-3)
-    return values.reshape(*rows, count * VALUES)
+    return values.reshape(*rows, count * 8)
 
 
 def integers(words):
-    """(..., rows, K) integers from 0 to 15 of (..., rows, words)."""
-    return _units(words, lambda pair, halves: halves >> (4 * pair) & 15)
+    """(..., N, K) integers from 0 to 15 of packed ones, N and K multiples of 64."""
+    return _values(words, lambda pair, halves: halves >> (4 * pair) & 15)
 
 
 def e2m1(words):
-    """(..., rows, K) float32 values of (..., rows, words) of e2m1 values."""
+    """(..., N, K) float32 values of packed e2m1 values, N and K multiples of 64."""
     magnitudes = jnp.array(E2M1_MAGNITUDES, jnp.float32)
 
     def taken(pair: int, halves):
         value = magnitudes[halves >> MAGNITUDES[pair] & 7]
         return jnp.where(halves >> SIGNS[pair] & 1, -value, value)
 
-    return _units(words, taken)
+    return _values(words, taken)
 
 
 def nibbles(words, order):

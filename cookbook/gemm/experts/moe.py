@@ -47,7 +47,7 @@ def moe_reference(
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     x, logits = x.astype(dtype), router_logits.astype(dtype)
     if isinstance(w_down, tuple):
-        inner = w_gate_up[0].shape[1] // 2
+        inner = w_gate_up[1].shape[-1] // 2
         w_gate_up, w_down = packed.floats(w_gate_up, x.shape[-1], dtype), packed.floats(w_down, inner, dtype)
     chosen, experts = lax.top_k(logits, top_k)
     weights = jax.nn.softmax(chosen) if renormalize else jnp.exp(chosen - jax.nn.logsumexp(logits, -1, keepdims=True))
@@ -304,7 +304,7 @@ def moe(
 def _tiles_of(num_rows: int, num_experts: int, tokens, w_gate_up, w_down, is_gated: bool, num_sms: int):
     """How many rows the tiles of the two products have."""
     if isinstance(w_down, tuple):
-        hidden, inner = tokens.shape[1], w_gate_up[0].shape[1] // 2
+        hidden, inner = tokens.shape[1], w_gate_up[1].shape[-1] // 2
         sizes = (2 * inner, hidden), (hidden, inner)
         axes = [(packed.default_config(num_rows, n, k, num_experts, num_sms), 1) for n, k in sizes]
     else:

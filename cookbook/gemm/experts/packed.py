@@ -5,7 +5,8 @@
     (w, scales)            integers from -8 to 7, scales of a floating dtype, a row of them for each group along K
     (w, scales, zeros)     integers from 0 to 15 with zero points: what `pack_int4_gptq` and `pack_int4_awq` return
 
-Shapes: w (E, N, 8 ceil(K / 64)), scales and zeros (E, groups, N). How many groups there are says how large they are.
+Shapes: w (E, ceil(N / 64), ceil(K / 64), 512), scales and zeros (E, groups, N). Their number says how large groups
+are.
 """
 
 import jax
@@ -60,17 +61,18 @@ def sizes_of(op: str, x, w_gate_up, w_down) -> tuple[int, int]:
     """E and I of checked weights; the products check the rest."""
     if not (isinstance(w_gate_up, tuple) and isinstance(w_down, tuple)):
         raise ValueError(f"{_host.PACKAGE}.{op}: w_gate_up and w_down must both be arrays, or both be packed")
-    (gate_up, down), hidden = (w_gate_up[0], w_down[0]), x.shape[-1] if x.ndim else 0
+    hidden = x.shape[-1] if x.ndim else 0
     dtypes = (jnp.bfloat16,) if is_mxfp4(w_gate_up) or is_mxfp4(w_down) else (jnp.bfloat16, jnp.float16)
     if x.dtype not in dtypes:
         names = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
         raise ValueError(f"{_host.PACKAGE}.{op}: {x.dtype=}; must be {names} beside these weights: cast it")
-    shapes = f"{_host.PACKAGE}.{op}: w_gate_up[0].shape={gate_up.shape}, w_down[0].shape={down.shape}"
+    (gate_up, down) = w_gate_up[1], w_down[1]
+    shapes = f"{_host.PACKAGE}.{op}: w_gate_up[1].shape={gate_up.shape}, w_down[1].shape={down.shape}"
     if gate_up.ndim != 3 or down.ndim != 3:
-        raise ValueError(f"{shapes}; must be a matrix for each expert")
-    count, columns, _ = gate_up.shape
-    if columns % 16 or down.shape[:2] != (count, hidden):
+        raise ValueError(f"{shapes}; scales must be (E, groups, columns), a matrix of weights for each expert")
+    count, _, columns = gate_up.shape
+    if columns % 16 or (down.shape[0], down.shape[2]) != (count, hidden):
         raise ValueError(
-            f"{shapes}; must be (E, 2I, words) and (E, {hidden}, words), of an I that is a multiple of 8: pad it"
+            f"{shapes}; must be (E, groups, 2I) and (E, groups, {hidden}), of an I that is a multiple of 8: pad it"
         )
     return count, columns // 2

@@ -3,9 +3,9 @@
 
     o[rows of group g] = lhs[rows of group g] @ ((q - zeros) * scales)[g], computed as oᵀ = rhsᵀ lhsᵀ
 
-Shapes: lhs (M, K), w (G, N, 8 ceil(K / 64)), scales and zeros (G, ceil(K / group_size), N), group_sizes (G,), o (M, N).
-lhs is bfloat16 or float16, w uint32, o bfloat16 or float16; sums are float32. K must be a multiple of 8. A weight times
-its scale is rounded once, to the dtype of lhs.
+Shapes: lhs (M, K), w (G, ceil(N / 64), ceil(K / 64), 512), scales and zeros (G, ceil(K / group_size), N), group_sizes
+(G,), o (M, N). lhs is bfloat16 or float16, w uint32, o bfloat16 or float16; sums are float32. K must be a multiple of
+8. A weight times its scale is rounded once, to the dtype of lhs.
 
 Role and barrier tables: `kernel.py`; weights and scales: `dense/four_bits.py`; tiles: `plan.py`.
 
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from ... import _host
-from ..dense.four_bits import E2M1, Integers
+from ..dense.four_bits import E2M1, Integers, in_runs
 from ..dense.kernel_int8_weights import Config, plan_of
 from ..dense.matmul_int4_weights import check_groups, check_sizes, size_of_groups, weights_reference
 from ..references import flops as flops
@@ -72,7 +72,7 @@ def ragged_dot_int4_weights(
 
     Args:
       lhs: (M, K); bfloat16 or float16, K a multiple of 8.
-      w: (G, N, 8 ceil(K / 64)); uint32, q from 0 to 15 as packed.
+      w: (G, ceil(N / 64), ceil(K / 64), 512); uint32, q from 0 to 15 as packed.
       scales, zeros, group_size: as `cookbook.matmul_int4_weights` takes them, with a leading axis of G.
       group_sizes, group_offset: as `cookbook.ragged_dot` takes them: groups of rows, not along K.
       out_dtype: bfloat16 or float16; None for the dtype of `lhs`.
@@ -87,7 +87,7 @@ def ragged_dot_int4_weights(
     op = "ragged_dot_int4_weights"
     lhs, w, scales = (_host.as_array(op, name, x) for name, x in (("lhs", lhs), ("w", w), ("scales", scales)))
     group_size = size_of_groups(op, group_size)
-    m, n, k = check_sizes(op, lhs, w, (jnp.bfloat16, jnp.float16), "lhs", grouped=True)
+    m, n, k = check_sizes(op, lhs, w, scales, (jnp.bfloat16, jnp.float16), "lhs", grouped=True)
     along_k = len(w), -(-k // group_size), n
     of_groups, form = check_groups(op, scales, zeros, along_k, group_size, lhs.dtype)
     return grouped(op, lhs, w, of_groups, form, group_sizes, group_offset, (m, n, k), out_dtype, config)
@@ -119,7 +119,7 @@ def grouped(op: str, lhs, w, of_groups, form: Integers | E2M1, group_sizes, grou
     plan = plan_of(tiles, w, lhs, out_dtype, target.interpreted, stacked=True, four_bits=form)
     of_groups = [_host.pad_to_tiles(numbers, (1, 1, 16 // numbers.dtype.itemsize)) for numbers in of_groups]
     table, params = tiles.table_of(group_sizes, group_offset), _host.compiler_params()
-    return grouped_product(kernel_four_bits, lhs, (w, *of_groups), table, plan=plan, params=params)
+    return grouped_product(kernel_four_bits, lhs, (in_runs(w), *of_groups), table, plan=plan, params=params)
 
 
 def bytes_moved(m: int, n: int, k: int, num_groups: int, group_size: int = 128, itemsize: int = 2) -> int:

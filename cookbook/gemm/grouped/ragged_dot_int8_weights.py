@@ -16,7 +16,6 @@ tensor cores want weights with K along their rows: a plain rhs is transposed, at
 (G, N, K). Chapter: 16b.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -64,18 +63,14 @@ def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 1
         memory = (with_rows * n * k * bits / 8 + 2 * m * (n + k)) / cost.H200.read / 1e6
         return cost.H200.start + cost.longer(waves * one, memory)
 
-    found = cost_int8_weights.candidates(2 * rows, n, k, num_sms)  # Groups differ: some have more rows than the mean.
+    # Groups differ: some have more rows than the mean.
+    found = cost_int8_weights.candidates(2 * rows, n, k, num_sms, bits)
     # Long steps of 4 bits gain nothing and leave more of the last one empty: gpt-oss's experts took longer.
     longest = 128 if bits == 4 else 256
     found = [c for c in found if c.split_k == 1 and c.tile_k <= longest]
-    if bits == 4:  # With 8 bits, 16,384 rows of 32 groups took 557 us with four warpgroups, not 521.
-        few = [c for c in found if c.cluster_m == 1 and not c.overlap and c.tile_n <= ROWS_OF_FOUR.get(c.tile_k, 0)]
-        found += [dataclasses.replace(c, tile_m=256, warpgroups=4) for c in few]
     return sorted(found, key=predict)[:count]
 
 
-# The most rows of a tile that leave four warpgroups enough registers, for steps of so many values of K.
-ROWS_OF_FOUR = {64: 128, 128: 48}
 # us of a step of 4-bit weights, for each 16,384 of them as much more; and the share of the products that two
 # warpgroups do not hide, times two. Fitted to 12 times of grouped MXFP4 products on one H200, not checked on
 # others.

@@ -3,8 +3,9 @@
 
     o[rows of group g] = lhs[rows of group g] @ (e2m1 * 2^e)[g], computed as oᵀ = rhsᵀ lhsᵀ
 
-Shapes: lhs (M, K), w (G, N, 8 ceil(K / 64)), scales (G, ceil(K / 64), N), group_sizes (G,), o (M, N). lhs is bfloat16,
-w uint32, scales uint16, o bfloat16 or float16; sums are float32. K must be a multiple of 8. Weights are exact.
+Shapes: lhs (M, K), w (G, ceil(N / 64), ceil(K / 64), 512), scales (G, ceil(K / 64), N), group_sizes (G,), o (M, N). lhs
+is bfloat16, w uint32, scales uint16, o bfloat16 or float16; sums are float32. K must be a multiple of 8. Weights are
+exact.
 
 Role and barrier tables: `kernel.py`; weights and scales: `dense/four_bits.py`; tiles: `plan.py`.
 
@@ -52,7 +53,7 @@ def ragged_dot_mxfp4_weights(
 
     Args:
       lhs: (M, K); bfloat16, K a multiple of 8.
-      w: (G, N, 8 ceil(K / 64)); uint32, as packed.
+      w: (G, ceil(N / 64), ceil(K / 64), 512); uint32, as packed.
       scales: (G, ceil(K / 64), N); uint16, as packed. An N that is not a multiple of 8 costs a copy of them.
       group_sizes, group_offset: as `cookbook.ragged_dot` takes them.
       out_dtype: bfloat16 or float16; None for the dtype of `lhs`.
@@ -66,7 +67,7 @@ def ragged_dot_mxfp4_weights(
     """
     op = "ragged_dot_mxfp4_weights"
     lhs, w, scales = (_host.as_array(op, name, x) for name, x in (("lhs", lhs), ("w", w), ("scales", scales)))
-    m, n, k = check_sizes(op, lhs, w, (jnp.bfloat16,), "lhs", grouped=True)
+    m, n, k = check_sizes(op, lhs, w, scales, (jnp.bfloat16,), "lhs", grouped=True)
     if scales.shape != (units := (len(w), -(-k // 64), n)) or scales.dtype != jnp.uint16:
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {scales.shape=}, {scales.dtype=}; must be {units} and uint16: pack weights and "
