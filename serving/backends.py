@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import cookbook
 from cookbook.attn.cache.rope_write_kv import rope_write_kv_reference
 from cookbook.gemm.dense.matmul_int4_weights import group_size_of
-from cookbook.gemm.experts.moe import biased, swiglu_of
+from cookbook.gemm.experts.moe import biased, swiglu_of, unweighted
 from cookbook.gemm.experts.route import route_reference
 from cookbook.rows.rms_norm import rms_norm_reference
+from cookbook.rows.rms_norm_of_parts import rms_norm_of_parts, rms_norm_of_parts_reference
 from serving.quantized import Packed
 from serving.weights import Int8
 
@@ -35,10 +36,12 @@ TABLE_WIDTHS_MIN = dict(cookbook=64, xla=16)
 class Backend(NamedTuple):
     """The functions of a backend, with the arguments and results of this package's kernels."""
 
-    linear: Callable  # (rows, weight, out_dtype): the product with a weight of (outputs, inputs), or Int8 or Packed.
+    # (rows, weight, out_dtype, bias or None): the product with a weight of (outputs, inputs), or Int8 or Packed.
+    linear: Callable
     gated: Callable  # (rows, weight): silu of the first half of the product, times the other half.
     rms_norm: Callable
-    moe: Callable
+    rms_norm_of_parts: Callable
+    experts: Callable  # As `cookbook.moe`, but what `rms_norm_of_parts` adds up: rows, each token's, and their weights.
     rope_write_kv: Callable
     paged_attention: Callable
     ragged_paged_attention: Callable
@@ -52,13 +55,14 @@ def backend(name: str) -> Backend:
     """
     if name == "cookbook":
         return Backend(
-            _kernel_linear, _kernel_gated, cookbook.rms_norm, cookbook.moe, cookbook.rope_write_kv,
+            _kernel_linear, _kernel_gated, cookbook.rms_norm, rms_norm_of_parts, unweighted, cookbook.rope_write_kv,
             cookbook.paged_attention, cookbook.ragged_paged_attention,
         )  # fmt: skip
     if name == "xla":
         return Backend(
-            _linear, _gated, _rms_norm, _moe, rope_write_kv_reference, _paged_attention, _ragged_paged_attention
-        )
+            _linear, _gated, _rms_norm, _rms_norm_of_parts, _experts, rope_write_kv_reference, _paged_attention,
+            _ragged_paged_attention,
+        )  # fmt: skip
     raise ValueError(f'backend = {name!r}; must be "cookbook" or "xla"')
 
 
@@ -68,13 +72,15 @@ def _swiglu(both, dtype):
     return (jax.nn.silu(gate) * up).astype(dtype)
 
 
-def _kernel_linear(x, weight, out_dtype):
+def _kernel_linear(x, weight, out_dtype, bias=None):
+    if bias is not None and isinstance(weight, (Int8, Packed)):
+        return (_kernel_linear(x, weight, jnp.float32) + bias).astype(out_dtype)
     if isinstance(weight, Int8):
         return cookbook.matmul_int8_weights(x, weight.values, weight.scales, transpose_w=True, out_dtype=out_dtype)
     if isinstance(weight, Packed):
         how = dict(zeros=weight.zeros, group_size=group_size_of(x.shape[1], len(weight.scales)))
         return cookbook.matmul_int4_weights(x, weight.words, weight.scales, **how, out_dtype=out_dtype)
-    return cookbook.matmul(x, weight, transpose_b=True, out_dtype=out_dtype)
+    return cookbook.matmul(x, weight, bias=bias, transpose_b=True, out_dtype=out_dtype)
 
 
 def _kernel_gated(x, weight):
@@ -86,14 +92,15 @@ def _kernel_gated(x, weight):
     return cookbook.glu(x, gate, up, transpose_weights=True)
 
 
-def _linear(x, weight, out_dtype):
+def _linear(x, weight, out_dtype, bias=None):
     weight = weight.floats(x.shape[1], x.dtype) if isinstance(weight, Packed) else weight
     values, scales = weight if isinstance(weight, Int8) else (weight, None)
     sums = jnp.promote_types(x.dtype, jnp.float32)
     out = jax.lax.dot_general(
         x, values.astype(x.dtype), (((1,), (1,)), ((), ())), precision="highest", preferred_element_type=sums
     )
-    return (out if scales is None else out * scales).astype(out_dtype)
+    out = out if scales is None else out * scales
+    return (out if bias is None else out + bias).astype(out_dtype)
 
 
 def _gated(x, weight):
@@ -107,10 +114,15 @@ def _rms_norm(x, scale, *, eps, out_dtype, residual=None):
     return y.astype(out_dtype), total.astype(residual.dtype)
 
 
-def _moe(
+def _rms_norm_of_parts(x, rows, weights, residual, scale, *, eps, out_dtype):
+    y, total = rms_norm_of_parts_reference(x, rows, weights, residual, scale, eps)
+    return y.astype(out_dtype), total.astype(residual.dtype)
+
+
+def _experts(
     x, router_logits, w_gate_up, w_down, *, top_k, renormalize, b_gate_up=None, b_down=None, swiglu_limit=None
 ):  # fmt: skip
-    """As `cookbook.moe`, with XLA's grouped products."""
+    """As `unweighted`, with XLA's grouped products."""
     if isinstance(w_gate_up, Packed):
         inner = w_gate_up.scales.shape[-1] // 2
         w_gate_up, w_down = w_gate_up.floats(x.shape[1], x.dtype), w_down.floats(inner, x.dtype)
@@ -120,8 +132,7 @@ def _moe(
         bias, routing.experts,
     )  # fmt: skip
     inner = swiglu_of(swiglu_limit)(product(x[routing.sources // top_k], w_gate_up, b_gate_up))
-    out = product(inner.astype(x.dtype), w_down, b_down)
-    return jnp.sum(routing.weights[:, :, None] * out[routing.rows], axis=1).astype(x.dtype)
+    return product(inner.astype(x.dtype), w_down, b_down), routing.rows, routing.weights
 
 
 def _paged_attention(q, k_pages, v_pages, block_tables, kv_lens, *, local_window_size=None, sinks=None):

@@ -15,11 +15,14 @@ A layer of a step that decodes is as few kernels as there are points where all t
     norm (adds the residual)  ->  product q, k, v  ->  rotation and write to the pages  ->  attention, and its merge
     ->  product o  ->  norm (adds the residual)  ->  product gate, up with SwiGLU  ->  product down
 
+and with experts, whose rows the next norm weights and adds to the residual,
+
+    ->  product of the router  ->  routing, which copies rows  ->  product gate, up with SwiGLU  ->  product down
+
 Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (2023).
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -114,24 +117,26 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
     lens = batch.kv_lens, *(() if decode else (batch.cu_seqlens_q,))
     shape, layers, places = pages[0].shape, np.arange(config.page_layers, dtype=np.int32), config.places_in_page
     pages = [x.reshape(-1, *shape[2:]) for x in pages]  # One layer's after the other's.
-    tables = [batch.block_tables + layers[:, None, None] * shape[1]]
-    in_layers = lambda mapping: jnp.where(mapping < 0, -1, mapping + layers[:, None] * (shape[1] * shape[2]))
-    slots = [in_layers(batch.slot_mapping)]
-    if config.window_layers:
-        given_back = batch.window_tables < 0
-        tables.append(jnp.where(given_back, -1, batch.window_tables + layers[:, None, None] * shape[1]))
-        slots.append(in_layers(batch.window_slot_mapping))
+
+    def in_layers(size: int, *kinds):
+        """Pages or slots of each kind of layers in all layers, which have `size` each: two launches for the model."""
+        numbers = jnp.stack(kinds if config.window_layers else kinds[:1])[:, None]
+        first = layers.reshape(-1, *[1] * (numbers.ndim - 2)) * size
+        return jnp.where(numbers < 0, -1, numbers + first)
+
+    tables = in_layers(shape[1], batch.block_tables, batch.window_tables)
+    slots = in_layers(shape[1] * shape[2], batch.slot_mapping, batch.window_slot_mapping)
     turns = angles(batch.positions, config.head_dim, config.rope_theta, config.rope_scaling)
 
     def linear(x, name, out=dtype):
-        if (bias := weights.get(f"{name}.bias")) is None:
-            return ops.linear(x, weight(name), out)
-        return (ops.linear(x, weight(name), jnp.float32) + bias.astype(jnp.float32)).astype(out)
+        return ops.linear(x, weight(name), out, weights.get(f"{name}.bias"))
 
     def normed(x, added, name):
         """The norm of x + added, and that sum: the residual, which stays float32."""
-        norm = functools.partial(ops.rms_norm, scale=weight(name), eps=config.rms_norm_eps, out_dtype=dtype)
-        return (norm(x), x) if added is None else norm(added, residual=x)
+        how = dict(scale=weight(name), eps=config.rms_norm_eps, out_dtype=dtype)
+        if isinstance(added, tuple):  # Rows of experts, their places and weights.
+            return ops.rms_norm_of_parts(*added, residual=x, **how)
+        return (ops.rms_norm(x, **how), x) if added is None else ops.rms_norm(added, residual=x, **how)
 
     x, added = rows_of(weight("model.embed_tokens"), batch.tokens), None
     for i in range(config.num_hidden_layers):
@@ -143,8 +148,8 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
         kind, at = int(i in config.window_layers), places[i]
         if kind:
             how |= dict(local_window_size=config.sliding_window - 1)  # Without the token that asks.
-        q, *pages = ops.rope_write_kv(qkv, *turns, *pages, slots[kind][at], eps=config.rms_norm_eps, **norms)
-        out = attend(q, *pages, tables[kind][at], *lens, **how)
+        q, *pages = ops.rope_write_kv(qkv, *turns, *pages, slots[kind, at], eps=config.rms_norm_eps, **norms)
+        out = attend(q, *pages, tables[kind, at], *lens, **how)
         added = linear(out.reshape(rows, -1), f"{layer}.self_attn.o_proj", jnp.float32)
         y, x = normed(x, added, f"{layer}.post_attention_layernorm")
         if config.num_experts:
@@ -155,12 +160,15 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
                 how |= {f"b_{name}": weights[f"{layer}.mlp.experts.{name}_proj.bias"] for name in ("gate_up", "down")}
             if config.swiglu_limit is not None:
                 how |= dict(swiglu_limit=config.swiglu_limit)
-            added = ops.moe(y, router_logits, *experts, **how)
+            added = ops.experts(y, router_logits, *experts, **how)
         else:
             added = linear(ops.gated(y, weight(f"{layer}.mlp.gate_up_proj")), f"{layer}.mlp.down_proj", jnp.float32)
     if not decode:
         last = jnp.maximum(batch.cu_seqlens_q[1:] - 1, 0)
-        x, added = x[last], added[last]
+        x, added = (
+            x[last],
+            (added[0], *(of_tokens[last] for of_tokens in added[1:])) if config.num_experts else added[last],
+        )
     y, _ = normed(x, added, "model.norm")
     head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
     return linear(y, head, jnp.float32), tuple(x.reshape(shape) for x in pages)

@@ -73,11 +73,26 @@ def sample(
       logprobs: whether log probabilities are wanted.
       scored: whether the scores are wanted, which are as large as the logits.
     """
+    if not (draws or logprobs or scored or cuts):
+        return Sampled(_greedy(logits), None, None)
     draw = _by_kernels if backend == "cookbook" and (draws or logprobs) else _by_xla
     tokens, found = draw(logits, options, draws, cuts, logprobs)
     noisy = scores(logits, *options[:3]) if scored and draws else logits
     is_finite = jnp.isfinite(jnp.max(logits, axis=-1))  # A NaN is the largest.
     return Sampled(jnp.where(is_finite, tokens, -1), noisy if scored else None, found)
+
+
+def _greedy(logits):
+    """The token of the largest logit, -1 if that is not finite: no launch follows the reduction."""
+
+    def larger(ours, theirs):
+        (x, i), (y, j) = ours, theirs
+        is_ours = (x > y) | (x != x) | ((x == y) & (i < j))  # A NaN is the largest; of equal ones the first token.
+        return jnp.where(is_ours, x, y), jnp.where(is_ours, i, j)
+
+    tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    tokens = jnp.where(jnp.isfinite(logits), tokens, -1)
+    return jax.lax.reduce((logits, tokens), (jnp.float32(-jnp.inf), jnp.int32(-1)), larger, (1,))[1]
 
 
 def _shares(options: Options) -> dict:

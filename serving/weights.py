@@ -4,7 +4,8 @@
     self_attn.qkv_proj            q_proj, k_proj and v_proj, one below the other: one product in place of three
     mlp.gate_up_proj              gate_proj and up_proj
 
-All others keep their names. Each weight of 8 bits is an `Int8`, with a scale for each of its outputs.
+All others keep their names. Each weight of 8 bits is an `Int8`, with a scale for each of its outputs. Biases and sinks
+are float32, as kernels read them: a cast in a step would be a launch.
 """
 
 from typing import NamedTuple
@@ -53,7 +54,12 @@ def prepared(config: LlamaConfig, params: dict[str, jax.Array], kind: str | None
                 if names[0] in weights:
                     whole = joined([weights.pop(name) for name in names], config.hidden_size, config.dtype)
                     weights[f"model.layers.{i}.{name_of_all}.{kind_of}"] = whole
-    return {name: quantised(value) if kind and value.ndim == 2 else value for name, value in weights.items()}
+    for name, value in weights.items():
+        if name.endswith((".bias", ".sinks")):
+            weights[name] = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+        elif kind and value.ndim == 2:
+            weights[name] = quantised(value)
+    return weights
 
 
 @jax.jit

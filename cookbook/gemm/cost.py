@@ -38,8 +38,8 @@ class Constants:
     tile: float = 0.195  # us of each tile apart from its steps,
     tile_values: float = 0.196  # for each 32,768 values of it as much more,
     piece: float = 0.119  # and for each piece that a warpgroup stores.
-    parts: float = 0.347  # us to add up parts of K,
-    parts_values: float = 6.95  # and for each 16,384 values that a block sends as much more.
+    parts: float = 0.1  # us for each part of K that is added to another,
+    parts_values: float = 4.0  # and for each 16,384 values that a block sends as much more.
     second_kernel: float = 1.4  # us of a kernel that adds them up instead.
     read: float = 4.21  # TB/s of reads from HBM,
     read_again: float = 0.1  # with as much more time for an operand that several clusters read,
@@ -68,6 +68,12 @@ class Problem:
         a, b, o = self.itemsizes
         return dataclasses.replace(self, m=self.n, n=self.m, transposed=self.transposed[::-1], itemsizes=(b, a, o))
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it has so few columns of 32 bits, such as a router's, that transposed tiles would reach beyond them:
+        all of a tile is stored, and XLA cuts off the rest."""
+        return self.n < 64 and self.itemsizes[2] == 4
+
     def pitch(self, i: int) -> int:
         """Bytes from one row to the next of operand `i`, as it lies."""
         return self.itemsizes[i] * ((self.m, self.n)[i] if self.transposed[i] else self.k)
@@ -94,9 +100,10 @@ def candidates(problem: Problem) -> list[Config]:
 def _of_tile(p: Problem, tile_m: int, split_dim: int, tile_n: int, swapped: bool):
     """Configurations with this tile, of which the result fills more than half."""
     rows, cols = (tile_m, tile_n // 2) if split_dim else (tile_m // 2, tile_n)
-    unit = 8 if swapped else 32
+    # Columns; only parts of K, and few of them of 32 bits, take tiles so narrow.
+    unit, finest = (8, 8) if swapped or p.is_narrow else (32, 32 // p.itemsizes[2])
     least = (64 if p.transposed[1] else unit) * (1 + split_dim)
-    if cols % unit or rows * cols > 64 * 256 or tile_m >= 2 * max(p.m, 65) or (tile_n > least and tile_n >= 2 * p.n):
+    if cols % finest or rows * cols > 64 * 256 or tile_m >= 2 * max(p.m, 65) or (tile_n > least and tile_n >= 2 * p.n):
         return
     if any(lies and mine % 64 for lies, mine in zip(p.transposed, (rows, cols), strict=True)):
         return
@@ -108,12 +115,13 @@ def _of_tile(p: Problem, tile_m: int, split_dim: int, tile_n: int, swapped: bool
     base = Config(tile_m, tile_n, split_dim=split_dim, swapped=swapped, **order)
     grid = -(-p.m // tile_m), -(-p.n // tile_n)
     tiles = math.prod(grid)
+    is_plain = cols % unit == 0
     for split_k in range(2, min(SPLIT_K_MAX, p.k // 128) + 1):
         if tiles <= resident(p.num_sms, split_k) and rows * cols <= 64 * 128:
             yield dataclasses.replace(base, split_k=split_k)
-        if tiles * split_k <= p.num_sms:
+        if is_plain and tiles * split_k <= p.num_sms:
             yield dataclasses.replace(base, split_k=split_k, second_kernel=True)
-    for cluster_m, cluster_n in CLUSTERS:
+    for cluster_m, cluster_n in CLUSTERS if is_plain else ():
         if grid[0] < cluster_m or grid[1] < cluster_n or (cluster_m * cluster_n > 1 and tiles < 24):
             continue
         config = dataclasses.replace(base, cluster_m=cluster_m, cluster_n=cluster_n)
@@ -147,6 +155,7 @@ def predict(config: Config, problem: Problem, c: Constants = H200) -> float:
     written = by_alignment(o * problem.n, c.write_128, c.write_32, c.write_16)
     memory = read / c.read / 1e6 + o * p.m * p.n / written / 1e6
     parts = c.second_kernel + 4e-6 * config.split_k * p.m * p.n / c.read if config.second_kernel else 0.0
+    parts += c.second_kernel * (config.swapped and not config.second_kernel and problem.is_narrow)
     return c.start + parts + longer(time, memory)
 
 
@@ -175,7 +184,8 @@ def tile_time(config: Config, p: Problem, tile_n: int, c: Constants) -> float:
     time = -(-p.k // (tile_k * config.split_k)) * step
     time += c.tile + c.tile_values * values / 32768 + c.piece * (rows // 64) * cols / width
     if adds_parts:
-        time += c.parts + c.parts_values * values * (1 - 1 / config.split_k) / 16384
+        others = config.split_k - 1
+        time += c.parts * others + c.parts_values * values * others / config.split_k / 16384
     return time
 
 

@@ -15,8 +15,9 @@ Barrier table:
     filled[slot]  each copy of a's and b's tile        the compute warpgroups that read the slot
     freed[slot]   those warpgroups, of all blocks      the memory warpgroup, before it refills the slot (multicast
                   that the slot's data is sent to      writes the slots of several blocks)
-    summed[wg]    compute warpgroup wg of the other    compute warpgroup wg, before it adds the parts up
-                  blocks of the cluster, with its sums
+    met           the compute warpgroups of a          each of them, before it sends its sums: all expect
+                  cluster that divides K               them; interpreted, before it adds them up
+    arrived[wg]   the bytes of the other blocks' sums  compute warpgroup wg, before it adds the parts up
 
 `split_k` blocks of one cluster share a tile: each sums its part of K and sends slices of its sums to the others' shared
 memory; then each block adds up its slice of the tile, in the order of the parts, so that results are bitwise
@@ -33,6 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device
+from . import exchange
 from .operand import Ring, views
 from .plan import COMPUTE, REGISTERS, Plan
 from .tiles import exchanged
@@ -132,6 +134,11 @@ def compute(plan: Plan, multiply_tile, out, parts, store_tile=None):
         else:
             store_tile(plan, out, place, stored, sums)
 
+    if plan.adds_parts and not plan.interpreted:
+        *_, met, arrived = parts
+        exchange.expect(arrived.at[lax.axis_index("role")], plan.received_bytes)
+        plgpu.barrier_arrive(met)
+
     before = stored = 0
     for phase in plan.phases:
         pl.loop(0, phase.num_tiles())(functools.partial(compute_tile, phase, before, stored))
@@ -144,28 +151,30 @@ def compute(plan: Plan, multiply_tile, out, parts, store_tile=None):
 def add_parts(plan: Plan, out, parts, place, stored, values, store_tile):
     """A compute warpgroup: stores this block's slice of the sums of all parts, added in the order of the parts.
 
-    `parts` is (the sums of all blocks in global memory, interpreted; those that others sent; who has sent).
+    `parts` is (the sums of all blocks in global memory, interpreted; those that others sent; the barriers `met` and
+    `arrived`).
     """
-    sums_gmem, sums_smem, summed = parts
+    sums_gmem, sums_smem, met, arrived = parts
     part, role, (_, width) = lax.axis_index("part"), lax.axis_index("role"), plan.slice_tile
     (row, col), numbers = place, range(plan.config.split_k)
     slices = [values[:, owner * width : (owner + 1) * width] for owner in range(plan.owners)]
     if plan.interpreted:
         rows = pl.ds(row * plan.num_sums, len(values))
         sums_gmem[part, rows, pl.ds(col, values.shape[1])] = values
-        plgpu.barrier_arrive(summed)
-        plgpu.barrier_wait(summed)
+        plgpu.barrier_arrive(met)
+        plgpu.barrier_wait(met)
         sums_of = lambda p: sums_gmem.at[p, rows, pl.ds(col + part * width, width)]
     else:
+        plgpu.barrier_wait(met)
         for owner, piece in enumerate(slices):
-            send = functools.partial(plgpu.async_store_smem, piece, sums_smem.at[role, part], summed.at[role])
-            pl.when(part != owner)(functools.partial(send, cluster_idx=jnp.int32(owner), cluster_dim="part"))
+            to = sums_smem.at[role, part], arrived.at[role], owner, plan.sums_transforms
+            pl.when(part != owner)(functools.partial(exchange.send, piece, *to))
         sums_of = lambda p: sums_smem.at[role, p]
 
     @pl.when(part < plan.owners)
     def _():
         if not plan.interpreted:
-            plgpu.barrier_wait(summed.at[role])
+            exchange.wait(arrived.at[role])
         mine, *others = slices
         for owner, piece in enumerate(others, start=1):
             mine = lax.cond(part == owner, lambda piece=piece: piece, lambda mine=mine: mine)
@@ -235,7 +244,7 @@ def scale_and_shift(product, fused: dict):
 
 
 def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
-           sums_smem=None, summed=None, copy=None, store_tile=None):  # fmt: skip
+           sums_smem=None, met=None, arrived=None, copy=None, store_tile=None):  # fmt: skip
     """The kernel of `launch.fused_product`; see the tables above. For `copy` see `load`, for `store_tile` `compute`."""
     ring = plan.ring(a_smem, b_smem, filled, freed)
 
@@ -246,4 +255,4 @@ def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_sme
     @compute_role
     def _():
         multiply_tile = lambda plan, before: multiply(plan, ring, before, plan.tiles.num_steps)
-        compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed), store_tile)
+        compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, met, arrived), store_tile)

@@ -11,6 +11,7 @@ them M and N; the tile is transposed on its way out (`kernel.store`), and nothin
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device
+from . import exchange
 from .operand import STEP_BYTES, Operand, Ring, is_cut, swizzled
 from .operand import views as views
 from .tiles import Config, Tiles, exchanged
@@ -148,17 +150,25 @@ class Plan:
             scratch["o_smem"] = swizzled(
                 (c.warpgroups, c.store_slots, *piece), self.stored_dtype, piece, swizzle, interpreted
             )
-        if self.adds_parts and interpreted:  # It has no stores to other blocks: they meet in global memory.
-            scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=c.warpgroups)
-        elif self.adds_parts:
+        if self.adds_parts:
+            scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=c.warpgroups)
+        if self.adds_parts and not interpreted:  # The interpreter has no stores to other blocks: see `add_parts`.
             rows, cols = self.slice_tile
-            rows = rows * self.num_sums
-            swizzle = max(size for size in (32, 64, 128) if 4 * cols % size == 0)
-            scratch["sums_smem"] = swizzled(
-                (c.warpgroups, c.split_k, rows, cols), jnp.float32, None, swizzle, interpreted
-            )
-            scratch["summed"] = plgpu.Barrier(num_arrivals=c.split_k - 1, num_barriers=c.warpgroups)
+            shape = (c.warpgroups, c.split_k, rows * self.num_sums, cols)
+            scratch["sums_smem"] = plgpu.SMEM(shape, jnp.float32, transforms=self.sums_transforms)
+            scratch["arrived"] = plgpu.SMEM((c.warpgroups, exchange.WORDS), jnp.int32)
         return scratch
+
+    @property
+    def sums_transforms(self) -> tuple:
+        """How slices of sums of other parts lie in shared memory."""
+        swizzle = max(size for size in (32, 64, 128) if 4 * self.slice_tile[1] % size == 0)
+        return plgpu.TilingTransform((8, swizzle // 4)), plgpu.SwizzleTransform(swizzle)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that a compute warpgroup of an owner receives of the sums of other parts."""
+        return 4 * (self.config.split_k - 1) * self.num_sums * math.prod(self.slice_tile)
 
     @property
     def of_groups(self) -> tuple[tuple[str, jnp.dtype, int], ...]:

@@ -142,7 +142,7 @@ MUTANTS = [
     ("varlen_attention", "packed/plan", "np.minimum(unit % self.chunks * self.heads, group - self.heads)", "0"),
     ("paged_attention", "decode/merge_pieces", "", ""),
     ("paged_attention", "decode/merge_pieces", "numbers(1.0)\n", "numbers(0.0)\n"),
-    ("paged_attention", "decode/merge_pieces", "sinks[plan.row_heads] * LOG2E", "sinks[plan.row_heads]"),
+    ("paged_attention", "decode/merge_pieces", "per_row) * LOG2E, numbers", "per_row), numbers"),
     ("paged_attention", "decode/plan", "unit % self.chunks * self.rows + row", "row"),
 ]
 

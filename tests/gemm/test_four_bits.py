@@ -332,6 +332,25 @@ def test_groups_of_mxfp4():
     lab.check(fn, ragged_mxfp4.ragged_dot_mxfp4_weights_reference, x, w, scales, sizes)
 
 
+@pytest.mark.parametrize("n, gpu", [(136, "h200"), (192, None)])
+def test_biases_of_groups(n, gpu):
+    """Columns end within those of a warpgroup, or before them; rows of no group have no bias."""
+    w = cookbook.pack_mxfp4(*checkpoint(np.random.default_rng(n), n, 160, lead=(4,)))
+    x, sizes = rows_of_groups(160)
+    bias = array(np.random.default_rng(7).normal(size=(4, n)), F32)
+
+    def fn(x, w, scales, sizes, bias):
+        operands = ragged_mxfp4.checked("op", x, w, scales)
+        return ragged_int4.grouped("op", *operands, sizes, None, config=Config(256, 16, warpgroups=4), bias=bias)
+
+    def reference(x, w, scales, sizes, bias):
+        out = ragged_mxfp4.ragged_dot_mxfp4_weights_reference(x, w, scales, sizes)
+        biases = jnp.concatenate([jnp.broadcast_to(of, (size, n)) for of, size in zip(bias, SIZES, strict=True)])
+        return out.at[: sum(SIZES)].add(biases)
+
+    lab.check(fn, reference, x, *w, sizes, bias, gpu=gpu)
+
+
 @pytest.mark.parametrize("count", [pytest.param(3, marks=pytest.mark.slow), 2])
 def test_experts_of_gpt_oss(count):
     """All experts, and the last two alone, whose biases are theirs; both clamps are met."""

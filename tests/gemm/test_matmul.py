@@ -259,6 +259,15 @@ def test_compiles_under_x64_and_with_a_donated_operand():
     assert lab.compile_for("h200", jax.jit(matmul, donate_argnums=0), a, b)
 
 
+def test_sums_are_sent_without_a_fence():
+    """`plgpu.async_store_smem` would wait for all memory before each send."""
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 512), (128, 512)))
+    fn = functools.partial(matmul, transpose_b=True, config=Config(64, 64, split_dim=1, split_k=3))
+    instructions = lab.compile_for("h200", fn, a, b).instructions
+    assert any("STAS" in line for line in instructions)
+    assert not any("MEMBAR" in line and "GPU" in line for line in instructions)
+
+
 def test_options_of_any_scalar_type_and_lists():
     a, b = (np.asarray(x) for x in operands(64, 8, 16))  # NumPy's, with ml_dtypes' bfloat16.
     wanted = reference(jnp.asarray(a), jnp.asarray(b), jnp.arange(8.0))

@@ -54,7 +54,7 @@ def test_every_choice_has_a_row_of_its_expert(monkeypatch, few, name, top_k):
     with lab.interpret() as seen:
         found = jax.tree.map(np.asarray, routing.route(logits, top_k, tiles=TILES if few is True else ()))
     assert not seen.races_found
-    weights, rows, sources, groups, of_rows = found
+    weights, rows, sources, groups, of_rows, _ = found
     experts = np.asarray(jax.lax.top_k(logits, top_k)[1])
     np.testing.assert_array_equal(tables.sizes_of(groups), np.bincount(experts.ravel(), minlength=logits.shape[1]))
     # Rows in the order of the experts, and of the tokens within each.

@@ -9,7 +9,7 @@ import pytest
 
 import lab
 from cookbook import _host, group_norm, layer_norm, matmul_fp8, rms_norm
-from cookbook.rows import core, norm, norm_backward
+from cookbook.rows import core, norm, norm_backward, rms_norm_of_parts
 from cookbook.rows.group_norm import group_norm_reference
 from cookbook.rows.layer_norm import layer_norm_reference
 from lab import toolchain
@@ -72,6 +72,22 @@ LAYER_CASES = [
     ((37, 96), BF16, None), ((37, 999), F32, None), ((5, 1), F32, F32), ((9, 5120), BF16, BF16), ((9, 12), F16, F32),
     ((2, 20003), BF16, F32), slow((2, 6001), BF16, None), slow((1, 16384), F32, None), slow((131, 2), F32, F16),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("num, cols, gpu", [(5, 1368, "h200"), (3, 100, None)])
+def test_rms_norm_of_parts(num, cols, gpu):
+    """Rows that no token has are NaN; a row of few values is added up by XLA."""
+    rng, parts = np.random.default_rng(cols), 3
+    rows = array(rng.permutation(num * parts + 2)[: num * parts].reshape(num, parts), jnp.int32)
+    x = jnp.full((num * parts + 2, cols), jnp.nan, BF16).at[rows].set(normal(1, (num, parts, cols), BF16))
+    weights, residual = array(rng.random((num, parts)), F32), normal(2, (num, cols), scale=3.0)
+    fn = functools.partial(rms_norm_of_parts.rms_norm_of_parts, eps=1e-3, out_dtype=BF16)
+
+    def exact(x, rows, weights, residual, scale):
+        total = residual + (weights[:, :, None] * x[rows].astype(F32)).sum(1)
+        return total / jnp.sqrt((total**2).mean(-1, keepdims=True) + 1e-3) * scale, total
+
+    lab.check(fn, exact, x, rows, weights, residual, normal(3, (cols,), scale=0.1, shift=1.0), gpu=gpu)
 
 
 @pytest.mark.parametrize("shape, dtype, residual_dtype", LAYER_CASES, ids=str)

@@ -11,9 +11,9 @@ from bench import serving as bench
 SHORT = dataclasses.replace(bench.LLAMA_1B.config, num_hidden_layers=1)
 
 
-def launches(config, weights=None) -> list[lab.Launch]:
+def launches(config, weights=None, packing=None) -> list[lab.Launch]:
     try:
-        return bench.decode_launches(config, 64, weights)
+        return bench.decode_launches(config, 64, weights, packing)
     except lab.ToolchainMissing as error:
         pytest.skip(str(error))
 
@@ -33,9 +33,15 @@ def test_a_layer_is_nine_launches_and_a_step_little_more():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "config, weights, most", [(SHORT, "int8", 24), (bench.MOE_LAYER.config, None, 22)], ids=("int8", "experts")
+    "config, weights, packing, most",
+    [
+        (SHORT, "int8", None, 24),
+        (bench.MOE_LAYER.config, None, None, 20),
+        (dataclasses.replace(bench.GPT_OSS.config, num_hidden_layers=2, window_layers=(0,)), None, "mxfp4", 35),
+    ],
+    ids=("int8", "experts", "gpt-oss"),
 )
-def test_other_models_launch_no_more_than_they_did(config, weights, most):
-    """Products of 8-bit weights whose parts XLA adds up are two launches; routing is one."""
-    found = launches(config, weights)
+def test_other_models_launch_no_more_than_they_did(config, weights, packing, most):
+    """Products of 8-bit weights whose parts XLA adds up are two launches; a layer of gpt-oss is twelve."""
+    found = launches(config, weights, packing)
     assert len(found) <= most, found

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..._device import div, rem
+from ... import _device
+from ..._device import WARP, WARPGROUP, div, rem
 from ..cache.pages import Pages
 from ..core import WG_ROWS, Problem
 
@@ -57,9 +59,21 @@ class Plan:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows that the second kernel merges at once: one to four values for each of its 128 threads."""
-        least = 128 // math.gcd(128, self.problem.width)
-        return min(pl.cdiv(self.rows, least) * least, 512 // self.problem.width)
+        """Rows that the second kernel merges at once, a power of 2: one to eight values for each of its 128 threads."""
+        width = self.problem.width
+        least, most = WARPGROUP // math.gcd(WARPGROUP, width), 512 // width
+        return next(rows for rows in (1, 2, 4, 8) if rows >= least and (rows >= self.rows or 2 * rows > most))
+
+    @property
+    def merged_layout(self):
+        """The layout of these rows: each thread has values of one."""
+        rows, width = self.rows_at_once, self.problem.width
+        vec = next(vec for vec in (4, 2, 1) if width * rows % (WARPGROUP * vec) == 0)
+        columns = WARPGROUP * vec // rows
+        if rows >= 4:
+            return _device.lanes_layout(WARPGROUP // rows, columns, vec)
+        tiling = plgpu.Tiling(((rows, columns), (WARP * vec,), (vec,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-4, -3)[2 - rows :], lane_dims=(-2,), vector_dim=-1)
 
     @property
     def stored_rows(self) -> int:

@@ -70,7 +70,7 @@ def predict(c: Config, m: int, n: int, k: int, num_sms: int, bits: int = 8, conv
     step = max(tensor, convert + share * tensor, h.latency / min(stages, STAGES_MAX))
     time = waves * (pl.cdiv(k, c.tile_k * c.split_k) * step + h.tile + 0.9 * values / 32768)
     if adds_parts:
-        time += h.parts + PARTS * values * (1 - 1 / c.split_k) / 16384
+        time += PARTS_START + PARTS * values * (1 - 1 / c.split_k) / 16384
     elif c.second_kernel:
         time += h.second_kernel + 8e-6 * c.split_k * m * n / h.read
     start = h.start * (waves if c.split_k > 1 else 1)  # A block of parts computes one tile.
@@ -82,6 +82,7 @@ def predict(c: Config, m: int, n: int, k: int, num_sms: int, bits: int = 8, conv
 ROWS_OF_FOUR = {64: 128, 128: 48, 256: 16}
 LEAST_OVERLAP = 128  # Rows of a tile from which on a product of one wave overlaps conversion with products.
 WAVES_OF_PARTS = 4  # Waves of clusters that add up parts of K, at most.
+PARTS_START = 0.347  # us to add up parts of K,
 PARTS = 14.0  # us to add up parts of K, for each 16,384 values that a block sends.
 CONVERT_STEP = 0.05  # us of a step to read and convert its weights,
 # and more for each 16,384 of so many bits. Those of 4 bits were not timed: they take 0.58 of the instructions.

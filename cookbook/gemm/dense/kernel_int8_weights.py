@@ -151,7 +151,7 @@ def multiply(plan: Plan, ring: Ring, wide_smem, before, acc):
 
 
 def kernel(w_gmem, a_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
-           sums_smem=None, summed=None, wide_smem=None, **of_groups):  # fmt: skip
+           sums_smem=None, met=None, arrived=None, wide_smem=None, **of_groups):  # fmt: skip
     """The kernel of products with weights of 8 or 4 bits. `of_groups` are slots for the numbers of groups along K."""
     ring = plan.ring(a_smem, b_smem, filled, freed, *of_groups.values())
 
@@ -165,4 +165,4 @@ def kernel(w_gmem, a_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_sme
             of_tile = functools.partial(multiply, plan, ring, wide_smem, before)
             return pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile, jnp.float32))
 
-        compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed))
+        compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, met, arrived))

@@ -2,21 +2,25 @@
 """The routing of few tokens in one launch: their experts and weights, the order of rows, the tables of the products.
 
     weights[t] = softmax of the top_k largest logits[t, :];   rows of choices in the order of experts, then of tokens
+    copies[rows[t]] = x[t]
 
-Shapes: logits (T, E) float32 with T a multiple of 16 and E a power of 2, from 8 to 128; `Results` has the others.
+Shapes: logits (T, E) float32 with T a multiple of 16 and E a power of 2, from 8 to 128; x (T, C) of 16 bits, or none;
+`Results` has the others.
 
-One block, a warpgroup for each 16 tokens, at most 4. No rows are sorted or compared: the row of a token in its
-expert's group is how many earlier tokens chose the expert.
+A block has a warpgroup for each 16 tokens, at most 4. No rows are sorted or compared: the row of a token in its
+expert's group is how many earlier tokens chose the expert. Each block finds all rows anew and copies a few tokens of x
+to theirs, as `copy_rows`; the first block stores all else.
 
 | role | does |
 |---|---|
 | each warpgroup | takes its tokens' largest logits top_k times, 8 threads per token, as `select/kernel_rows.py` |
 | | marks the choices in `chosen`; then, a thread for each expert, counts them from token to token |
-| warpgroup 0 | adds up the experts' counts, finds the rows, and stores them, the sizes and the tables |
+| warpgroup 0 | adds up the experts' counts, finds the rows, and stores them, x, the sizes and the tables |
 
 | barrier | arrivals | says |
 |---|---|---|
 | counted | each warpgroup | choices, and how many each expert has of the warpgroup's tokens, are in shared memory |
+| filled | the copy of x | the block's tokens of x are in shared memory |
 
 Bound by: latency, `top_k` rounds of two reductions that depend on each other; with 128 experts by the instructions of
 one SM, about 7 per logit and round.
@@ -43,6 +47,7 @@ TOKENS_MAX, EXPERTS_MAX = 256, WARPGROUP  # Shared memory holds 4 bytes for each
 # Logits times top_k. One SM of an H200 takes 19 us for so many, and `top_k` with XLA 13 us without the tables.
 WORK_MAX = 2**18
 AT_ONCE = 8  # Tokens whose marks a thread loads together.
+COPIED_MAX = 65_536  # Bytes of x that a block copies, in shared memory.
 
 
 class Results(NamedTuple):
@@ -53,6 +58,7 @@ class Results(NamedTuple):
     experts: jax.Array  # (T * top_k,) int32: the expert of each row.
     sizes: jax.Array  # (E,) int32: how many rows each expert has.
     tables: tuple[Table, ...]  # As `row_table` makes them, for each of the tiles.
+    copies: jax.Array | None  # (T * top_k, C): a row of x for each choice.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +70,7 @@ class Plan:
     top_k: int
     renormalize: bool
     tiles: tuple[int, ...]  # Rows of the products' tiles.
+    mine: int  # Tokens of x that a block copies; 0 if there is no x.
     interpreted: bool
 
     @property
@@ -89,6 +96,12 @@ def fits(tokens: int, experts: int, top_k: int) -> bool:
     """Whether the kernel can, and takes no longer than XLA."""
     is_small = tokens <= TOKENS_MAX and experts <= EXPERTS_MAX and top_k <= K_MAX
     return is_small and tokens * experts * top_k <= WORK_MAX
+
+
+def _put(plan: Plan, ref, slots, values, layout=threads.PER_THREAD):
+    """`threads.scatter` of the first block."""
+    scatter = functools.partial(threads.scatter, ref, slots, values, layout, plan.interpreted)
+    pl.when(lax.axis_index("block") == 0)(scatter)
 
 
 def _choose(plan: Plan, block, logits_gmem, weights_gmem, expert_smem, chosen_smem):
@@ -121,7 +134,7 @@ def _choose(plan: Plan, block, logits_gmem, weights_gmem, expert_smem, chosen_sm
     else:
         total = jnp.sum(jnp.where(column < plan.experts, jnp.exp(logits - of_row(most)), 0.0), axis=1)
     for i, share in enumerate(shares):
-        threads.scatter(weights_gmem.at[here], slot + i, share / total, form.reduce(1), plan.interpreted)
+        _put(plan, weights_gmem.at[here], slot + i, share / total, form.reduce(1))
 
 
 def _count(chosen_smem, first, num):
@@ -139,8 +152,7 @@ def _count(chosen_smem, first, num):
 
 def _store_table(plan: Plan, tile: int, table: Table, start, size, scan_smem):
     """`row_table` of the groups, without rows before or after them: a thread writes the entries of its expert."""
-    number, put = threads.number(), functools.partial(threads.scatter, layout=threads.PER_THREAD,
-                                                      interpreted=plan.interpreted)  # fmt: skip
+    number, put = threads.number(), functools.partial(_put, plan)
     count = lax.div(size + (tile - 1), tile)
     before = threads.before(count, scan_smem, plan.interpreted)
     put(table.after, jnp.where(number < plan.experts, number, -1), before + count)
@@ -152,10 +164,9 @@ def _store_table(plan: Plan, tile: int, table: Table, start, size, scan_smem):
             put(ref, slot, value)
 
 
-def _store_rows(plan: Plan, out: Results, expert_smem, chosen_smem, totals_smem, scan_smem):
+def _store_rows(plan: Plan, out: Results, expert_smem, chosen_smem, totals_smem, scan_smem, rows_smem=None):
     """Warpgroup 0: the rows of all choices, the experts' sizes, and the tables."""
-    number = threads.number()
-    put = functools.partial(threads.scatter, layout=threads.PER_THREAD, interpreted=plan.interpreted)
+    number, put = threads.number(), functools.partial(_put, plan)
     totals = [_device.load(totals_smem.at[wg], threads.PER_THREAD) for wg in range(plan.num_wgs)]
     size = jnp.where(number < plan.experts, functools.reduce(jnp.add, totals), 0)
     start = before = threads.before(size, scan_smem, plan.interpreted)
@@ -177,14 +188,33 @@ def _store_rows(plan: Plan, out: Results, expert_smem, chosen_smem, totals_smem,
             for ref, place in ((totals_smem, of_wg), (chosen_smem, token))
         )
         put(out.rows, jnp.where(is_choice, choice, -1), row)
+        if plan.mine:
+            _device.store(rows_smem.at[pl.ds(i * WARPGROUP, WARPGROUP)], row)
         put(out.experts, jnp.where(is_choice, row, -1), expert)
 
-    for tile, table in zip(plan.tiles, out.tables, strict=True):
-        _store_table(plan, tile, table, start, size, scan_smem)
+    @pl.when(lax.axis_index("block") == 0)
+    def _():
+        for tile, table in zip(plan.tiles, out.tables, strict=True):
+            _store_table(plan, tile, table, start, size, scan_smem)
 
 
-def _route(logits_gmem, *outs, plan: Plan, expert_smem, chosen_smem, totals_smem, scan_smem, counted):
-    out, wg = Results(*outs), lax.axis_index("wg")
+def _copy(plan: Plan, first, copies_gmem, rows_smem, x_smem, filled):
+    """Warpgroup 0: this block's tokens of x, from `first` on, to their rows."""
+    threads.sync(plan.interpreted)
+    plgpu.barrier_wait(filled)
+
+    @pl.loop(0, jnp.minimum(plan.mine, plan.tokens - first))
+    def _(i):
+        for j in range(plan.top_k):
+            plgpu.copy_smem_to_gmem(x_smem.at[i], copies_gmem.at[rows_smem[(first + i) * plan.top_k + j]])
+
+
+def _route(logits_gmem, x_gmem, *outs, plan: Plan, expert_smem, chosen_smem, totals_smem, scan_smem, counted,
+           rows_smem=None, x_smem=None, filled=None):  # fmt: skip
+    out, wg, first_token = Results(*outs), lax.axis_index("wg"), lax.axis_index("block") * plan.mine
+    if plan.mine:
+        source = x_gmem.at[pl.ds(first_token, plan.mine)]
+        pl.when(wg == 0)(lambda: plgpu.copy_gmem_to_smem(source, x_smem, filled))
     first = wg * plan.turns
     num = jnp.clip(plan.blocks - first, 0, plan.turns)
     pl.loop(0, num)(lambda turn: _choose(plan, first + turn, logits_gmem, out.weights, expert_smem, chosen_smem))
@@ -195,34 +225,56 @@ def _route(logits_gmem, *outs, plan: Plan, expert_smem, chosen_smem, totals_smem
     @pl.when(wg == 0)
     def _():
         plgpu.barrier_wait(counted)
-        _store_rows(plan, out, expert_smem, chosen_smem, totals_smem, scan_smem)
+        _store_rows(plan, out, expert_smem, chosen_smem, totals_smem, scan_smem, rows_smem)
+        if plan.mine:
+            _copy(plan, first_token, out.copies, rows_smem, x_smem, filled)
+            plgpu.wait_smem_to_gmem(0)
 
 
 @functools.partial(jax.jit, static_argnames=("top_k", "renormalize", "tiles", "target", "params"))
-def route_few(logits, top_k: int, renormalize: bool, tiles: tuple[int, ...], target: _host.Target, params) -> Results:
-    """The routing of (T, E) `logits` as `fits` has them."""
-    plan = Plan(*logits.shape, top_k, renormalize, tiles, target.interpreted)
+def route_few(
+    logits, x, top_k: int, renormalize: bool, tiles: tuple[int, ...], target: _host.Target, params
+) -> Results:
+    """The routing of (T, E) `logits` as `fits` has them, and rows of x, unless it is None or its rows are long."""
+    mine = pl.cdiv(len(logits), target.num_sms)
+    if x is None or mine * x.shape[1] * x.dtype.itemsize > COPIED_MAX:
+        x, mine = None, 0
+    plan = Plan(*logits.shape, top_k, renormalize, tiles, mine, target.interpreted)
     # Shared memory takes marks of a power of 2 of columns.
     logits = _host.pad_to_tiles(logits, (ROWS, max(LANES, 1 << (plan.experts - 1).bit_length())))
     rows, num = logits.shape[0], plan.choices
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     entries = [row_entries(num, plan.experts, tile) for tile in tiles]
+    places, copies, of_copies = pl.cdiv(rows * top_k, WARPGROUP) * WARPGROUP, None, {}
+    if x is not None:
+        lane = next(size for size in (256, 128, 64, 32, 16, 8) if x.shape[1] % size == 0)
+        x = x.reshape(len(x), -1, lane)
+        copies = jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype)
+        of_copies = dict(
+            rows_smem=plgpu.SMEM((places,), jnp.int32),
+            x_smem=plgpu.SMEM((plan.mine, *x.shape[1:]), x.dtype),
+            filled=plgpu.Barrier(),
+        )
     out = _host.kernel(
         functools.partial(_route, plan=plan),
         out_type=Results(
             jax.ShapeDtypeStruct((rows * top_k,), jnp.float32), ints(num), ints(num), ints(plan.experts),
-            tuple(Table(ints(plan.experts + 2), ints(n), ints(n), ints(n)) for n in entries),
+            tuple(Table(ints(plan.experts + 2), ints(n), ints(n), ints(n)) for n in entries), copies,
         ),
+        grid=(pl.cdiv(plan.tokens, mine or plan.tokens),),
+        grid_names=("block",),
         num_threads=plan.num_wgs,
         thread_name="wg",
         scratch_types=dict(
-            expert_smem=plgpu.SMEM((pl.cdiv(rows * top_k, WARPGROUP) * WARPGROUP,), jnp.int32),
+            expert_smem=plgpu.SMEM((places,), jnp.int32),
             chosen_smem=plgpu.SMEM((rows, EXPERTS_MAX), jnp.int32),
             totals_smem=plgpu.SMEM((plan.num_wgs, EXPERTS_MAX), jnp.int32),
             scan_smem=plgpu.SMEM((WARPGROUP,), jnp.int32),
             counted=plgpu.Barrier(num_arrivals=plan.num_wgs),
+            **of_copies,
         ),
         compiler_params=params,
-    )(logits)  # fmt: skip
+    )(logits, x)  # fmt: skip
     out = Results(*out)
-    return out._replace(weights=out.weights[:num])
+    copies = None if x is None else out.copies.reshape(num, -1)
+    return out._replace(weights=out.weights[:num], copies=copies)

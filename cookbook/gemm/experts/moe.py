@@ -10,8 +10,9 @@ Shapes: x (..., H), router_logits (..., E), w_gate_up (E, H, 2I): the columns of
 w_down (E, I, H), o (..., H). x and the weights are all bfloat16 or all float16; routing is float32. Weights may also be
 packed ones of 4 bits (`packed.py`), MXFP4 as gpt-oss has them, or integers.
 
-The products are `ragged_dot`'s; SwiGLU is in the epilogue of the first, unless weights are packed or there are biases
-or a limit: then XLA applies these after the product, which is rounded to 16 bits before. `route.py` says which rows are
+The products are `ragged_dot`'s, or those of packed weights; SwiGLU is in the epilogue of the first, unless weights are
+packed or there are biases or a limit: then XLA applies it after the product, which is rounded to 16 bits before. Biases
+are added in the products of packed weights, and by XLA to others. `route.py` says which rows are
 a token's, and `copy_rows` brings it there.
 
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
@@ -22,7 +23,6 @@ Shazeer et al., "Outrageously large neural networks" (2017); Gale et al., "MegaB
 padding; gpt-oss (2025), for MXFP4 experts.
 """
 
-import functools
 import math
 
 import jax
@@ -35,7 +35,7 @@ from ..grouped.ragged_dot import default_config, ragged_dot
 from ..grouped.tables import SCANNED_MAX
 from . import packed
 from .copy_rows import copy_rows
-from .route import Routing, route, take
+from .route import Routing, route, sum_of_rows, take
 
 ALPHA = 1.702  # gpt-oss's SwiGLU has gate * sigmoid(ALPHA * gate).
 
@@ -64,13 +64,6 @@ def moe_reference(
     numbers, zeros = group_offset + jnp.arange(w_down.shape[0]), lambda w: jnp.zeros((len(w), w.shape[2]), dtype)
     biases = (zeros(w) if b is None else b for w, b in ((w_gate_up, b_gate_up), (w_down, b_down)))
     return lax.scan(add_expert, jnp.zeros_like(x), (numbers, w_gate_up, w_down, *biases))[0]
-
-
-def sum_of_rows(y, weights, rows):
-    """Sum in float32 of each token's `rows` of y, times `weights` if there are any; one fused loop."""
-    parts = [take(y, rows[:, j]).astype(jnp.float32) for j in range(rows.shape[1])]
-    parts = parts if weights is None else [weights[:, j, None] * part for j, part in enumerate(parts)]
-    return functools.reduce(jnp.add, parts).astype(y.dtype)
 
 
 def swiglu_of(limit: float | None):
@@ -260,7 +253,27 @@ def moe(
     Raises:
       ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
     """
-    x, router_logits = _host.as_array("moe", "x", x), _host.as_array("moe", "router_logits", router_logits)
+    x = _host.as_array("moe", "x", x)
+    out, weights, places = _routed(
+        x, router_logits, w_gate_up, w_down, top_k, renormalize, group_offset, b_gate_up, b_down, swiglu_limit
+    )
+    return jnp.zeros_like(x) if x.size == 0 else _combine(out, weights, places).reshape(x.shape)
+
+
+def unweighted(
+    x, router_logits, w_gate_up, w_down, *, top_k: int, renormalize: bool = True, b_gate_up=None, b_down=None,
+    swiglu_limit: float | None = None,
+):  # fmt: skip
+    """(out, rows, weights): as `moe` of (T, H) tokens, before each token's rows of `out` are weighted and added."""
+    out, weights, places = _routed(
+        x, router_logits, w_gate_up, w_down, top_k, renormalize, None, b_gate_up, b_down, swiglu_limit
+    )
+    return out, places.rows, weights
+
+
+def _routed(x, router_logits, w_gate_up, w_down, top_k, renormalize, group_offset, b_gate_up, b_down, swiglu_limit):
+    """Each row of an expert's results, the weights of each token's, and where these are."""
+    router_logits = _host.as_array("moe", "router_logits", router_logits)
     w_gate_up, w_down = packed.arrays_of("moe", "w_gate_up", w_gate_up), packed.arrays_of("moe", "w_down", w_down)
     top_k, renormalize = _host.option("moe", "top_k", top_k, int), _host.option("moe", "renormalize", renormalize, bool)
     b_gate_up, b_down = (
@@ -270,7 +283,7 @@ def moe(
     _check(x, router_logits, w_gate_up, w_down, top_k, group_offset, (b_gate_up, b_down))
     swiglu_limit, is_packed = _limit_of(swiglu_limit), isinstance(w_down, tuple)
     if x.size == 0:
-        return jnp.zeros_like(x)
+        return None, None, None
     num_sms = _host.require_tensor_cores("moe").num_sms
     arrays, tree = jax.tree.flatten((x, router_logits, w_gate_up, w_down, b_gate_up, b_down))
     if is_packed:
@@ -285,20 +298,23 @@ def moe(
     # Products of few experts read no table, and with `group_offset` they make their own.
     if group_offset is None and num_experts > SCANNED_MAX:
         tiles = _tiles_of(num, num_experts, tokens, w_gate_up, w_down, is_gated, num_sms)
-    routing = route(router_logits.reshape(len(tokens), -1), top_k, renormalize, tiles)
-    places = routing._replace(weights=None, experts=None)
-    product = functools.partial(
-        packed.product if is_packed else ragged_dot, group_sizes=routing.group_sizes, group_offset=group_offset
-    )
-    add = functools.partial(biased, experts=routing.experts, group_offset=group_offset)
+    routing = route(router_logits.reshape(len(tokens), -1), top_k, renormalize, tiles, tokens)
+    places = routing._replace(weights=None, experts=None, copies=None)
+    rows = _permute(tokens, places) if routing.copies is None else routing.copies
+    groups = dict(group_sizes=routing.group_sizes, group_offset=group_offset)
+
+    def affine(rows, w, bias):
+        """The product and the bias, in 16 bits or in float32."""
+        if is_packed:
+            return packed.product(rows, w, **groups, bias=bias)
+        out = ragged_dot(rows, w, **groups)
+        return out if bias is None else biased(out, bias, routing.experts, group_offset)
+
     if is_gated:
-        inner = product(_permute(tokens, places), w_gate_up, activation="swiglu")
+        inner = ragged_dot(rows, w_gate_up, **groups, activation="swiglu")
     else:
-        both = product(_permute(tokens, places), w_gate_up)
-        inner = swiglu_of(swiglu_limit)(add(both, b_gate_up)).astype(x.dtype)
-    out = product(inner, w_down)
-    out = out if b_down is None else add(out, b_down).astype(x.dtype)
-    return _combine(out, routing.weights, places).reshape(x.shape)
+        inner = swiglu_of(swiglu_limit)(affine(rows, w_gate_up, b_gate_up).astype(jnp.float32)).astype(x.dtype)
+    return affine(inner, w_down, b_down).astype(x.dtype), routing.weights, places
 
 
 def _tiles_of(num_rows: int, num_experts: int, tokens, w_gate_up, w_down, is_gated: bool, num_sms: int):

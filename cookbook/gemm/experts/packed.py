@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from ... import _host
 from ..dense.matmul_int4_weights import group_size_of, weights_reference
 from ..dense.matmul_mxfp4_weights import widened
+from ..grouped.ragged_dot_int4_weights import checked as checked_int4
 from ..grouped.ragged_dot_int4_weights import default_config as default_config
-from ..grouped.ragged_dot_int4_weights import ragged_dot_int4_weights
-from ..grouped.ragged_dot_mxfp4_weights import ragged_dot_mxfp4_weights
+from ..grouped.ragged_dot_int4_weights import grouped
+from ..grouped.ragged_dot_mxfp4_weights import checked as checked_mxfp4
 
 
 def arrays_of(op: str, name: str, w):
@@ -47,14 +48,15 @@ def floats(w: tuple, k: int, dtype):
     return jax.vmap(of_expert)(*w)
 
 
-def product(rows, w: tuple, **of_groups):
-    """As `ragged_dot`, with packed weights."""
+def product(rows, w: tuple, group_sizes, group_offset, bias):
+    """As `ragged_dot`, with packed weights, plus the bias of each row's expert in float32, if there is one."""
     if is_mxfp4(w):
-        return ragged_dot_mxfp4_weights(rows, *w, **of_groups)
-    words, scales, *zeros = w
-    how = dict(zeros=zeros[0]) if zeros else {}
-    group_size = group_size_of(rows.shape[1], scales.shape[-2] if scales.ndim == 3 else 0)
-    return ragged_dot_int4_weights(rows, words, scales, group_size=group_size, **how, **of_groups)
+        operands = checked_mxfp4("moe", rows, *w)
+    else:
+        words, scales, *zeros = w
+        group_size = group_size_of(rows.shape[1], scales.shape[-2] if scales.ndim == 3 else 0)
+        operands = checked_int4("moe", rows, words, scales, zeros[0] if zeros else None, group_size)
+    return grouped("moe", *operands, group_sizes, group_offset, bias=bias)
 
 
 def sizes_of(op: str, x, w_gate_up, w_down) -> tuple[int, int]:

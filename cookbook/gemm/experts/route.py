@@ -34,17 +34,19 @@ class Routing(NamedTuple):
     sources: jax.Array  # (T * top_k,) int32: whose row it is, as token * top_k + choice.
     group_sizes: jax.Array | Groups  # (E,) int32: how many rows each expert has.
     experts: jax.Array | None = None  # (T * top_k,) int32: the expert of each row.
+    copies: jax.Array | None = None  # (T * top_k, C): each row's token of x.
 
 
 @_host.own_options()
-def route(router_logits, top_k: int, renormalize: bool = True, tiles: tuple[int, ...] = ()) -> Routing:
+def route(router_logits, top_k: int, renormalize: bool = True, tiles: tuple[int, ...] = (), x=None) -> Routing:
     """The `top_k` experts of each token, by its (T, E) logits, and where their rows are.
 
-    With `tiles`, the products' tiles have so many rows: the kernel that routes few tokens makes their tables.
+    With `tiles`, the products' tiles have so many rows: the kernel that routes few tokens makes their tables, and
+    copies (T, C) `x` to the rows, if there is one.
     """
-    logits = router_logits.astype(jnp.float32)
+    logits, copies = router_logits.astype(jnp.float32), None
     if kernel_route.fits(*logits.shape, top_k):
-        weights, rows, experts, sizes, tables = _route_few(logits, top_k, renormalize, tiles)
+        weights, rows, experts, sizes, tables, copies = _route_few(logits, x, top_k, renormalize, tiles)
         weights, rows = weights.reshape(-1, top_k), rows.reshape(-1, top_k)
         sizes = Groups(sizes, dict(zip(tiles, tables, strict=True))) if tiles else sizes
     else:
@@ -54,9 +56,16 @@ def route(router_logits, top_k: int, renormalize: bool = True, tiles: tuple[int,
         places = _places_of_few if chosen.size <= FEW else _places
         rows, sizes = lax.optimization_barrier(places(chosen, logits.shape[1]))
         experts = _experts_of_rows(sizes, rows.size)
-    copies = jnp.arange(rows.size, dtype=jnp.int32)
-    sources = jnp.zeros_like(copies).at[rows.ravel()].set(copies, mode="promise_in_bounds", unique_indices=True)
-    return Routing(weights, rows, sources, sizes, experts)
+    choices = jnp.arange(rows.size, dtype=jnp.int32)
+    sources = jnp.zeros_like(choices).at[rows.ravel()].set(choices, mode="promise_in_bounds", unique_indices=True)
+    return Routing(weights, rows, sources, sizes, experts, copies)
+
+
+def sum_of_rows(y, weights, rows):
+    """Sum in float32 of each token's `rows` of y, times `weights` if there are any; one fused loop."""
+    parts = [take(y, rows[:, j]).astype(jnp.float32) for j in range(rows.shape[1])]
+    parts = parts if weights is None else [weights[:, j, None] * part for j, part in enumerate(parts)]
+    return functools.reduce(jnp.add, parts).astype(y.dtype)
 
 
 def route_reference(router_logits, top_k: int, renormalize: bool = True) -> Routing:
@@ -75,14 +84,14 @@ def _weights(logits, experts, renormalize: bool):
     return jax.nn.softmax(chosen) if renormalize else jnp.exp(chosen - jax.nn.logsumexp(logits, -1, keepdims=True))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _route_few(logits, top_k: int, renormalize: bool, tiles: tuple[int, ...]):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _route_few(logits, x, top_k: int, renormalize: bool, tiles: tuple[int, ...]):
     params = _host.compiler_params(unsafe_no_auto_barriers=True)  # `threads.sync` stands where one is needed.
-    return kernel_route.route_few(logits, top_k, renormalize, tiles, _host.require_target("moe"), params)
+    return kernel_route.route_few(logits, x, top_k, renormalize, tiles, _host.require_target("moe"), params)
 
 
-def _route_few_fwd(logits, *options):
-    routed = _route_few(logits, *options)
+def _route_few_fwd(logits, x, *options):
+    routed = _route_few(logits, x, *options)
     return routed, (logits, routed.rows, routed.experts)
 
 
@@ -90,7 +99,9 @@ def _route_few_bwd(top_k: int, renormalize: bool, tiles, residuals, gradients):
     logits, rows, experts = residuals
     experts = take(experts, rows).reshape(-1, top_k)
     _, of_weights = jax.vjp(lambda logits: _weights(logits, experts, renormalize), logits)
-    return of_weights(gradients.weights.reshape(-1, top_k))
+    d_copies = gradients.copies
+    d_x = None if d_copies is None else sum_of_rows(d_copies, None, rows.reshape(-1, top_k))
+    return *of_weights(gradients.weights.reshape(-1, top_k)), d_x
 
 
 _route_few.defvjp(_route_few_fwd, _route_few_bwd)

@@ -77,7 +77,7 @@ def store(plan: Plan, out, place, stored, sums):
 
 
 def kernel(a_gmem, b_gmem, vectors, *results, plan: Plan, a_smem, b_smem, filled, freed, o_smem, sums_smem=None,
-           summed=None):  # fmt: skip
+           met=None, arrived=None):  # fmt: skip
     """The kernel of `glu`. `results` are o, or o, the gate and the up product; and the sums of parts, interpreted."""
     ring = plan.ring(a_smem, b_smem, filled, freed)
     *results, sums_gmem = results if plan.adds_parts and plan.interpreted else (*results, None)
@@ -92,4 +92,4 @@ def kernel(a_gmem, b_gmem, vectors, *results, plan: Plan, a_smem, b_smem, filled
             of_tile = functools.partial(multiply_both, plan, ring, before, plan.tiles.num_steps)
             return jnp.concatenate(pl.run_scoped(of_tile, *[plgpu.ACC(plan.compute_tile)] * 2))
 
-        compute(plan, multiply_tile, (results, o_smem), (sums_gmem, sums_smem, summed), store)
+        compute(plan, multiply_tile, (results, o_smem), (sums_gmem, sums_smem, met, arrived), store)

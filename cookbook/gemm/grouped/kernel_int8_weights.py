@@ -12,27 +12,41 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ... import _device
 from ..dense.kernel_int8_weights import copy_step, multiply
 from ..kernel import compute_role, memory_role
 from ..plan import Plan
 from .kernel import load, store
-from .kernel_fp8 import scales_of_columns, spread
-from .plan import each_tile
+from .kernel_fp8 import scaled_group, scales_of_columns, spread
+from .plan import Tile, each_tile
 
 
 def kernel(w_gmem, lhs_gmem, table, scales, o_gmem, *, plan: Plan, **scratch):
     """The kernel of `ragged_dot_int8_weights`."""
-    run(w_gmem, lhs_gmem, table, scales, o_gmem, plan, **scratch)
+    run(w_gmem, lhs_gmem, table, scales, None, o_gmem, plan, **scratch)
 
 
-def kernel_four_bits(w_gmem, lhs_gmem, table, o_gmem, *, plan: Plan, **scratch):
-    """The kernel of grouped products with weights of 4 bits, which have their scales with them."""
-    run(w_gmem, lhs_gmem, table, None, o_gmem, plan, **scratch)
+def kernel_four_bits(w_gmem, lhs_gmem, table, bias, o_gmem, *, plan: Plan, **scratch):
+    """The kernel of grouped products with weights of 4 bits, which have their scales with them. `bias` may be None."""
+    run(w_gmem, lhs_gmem, table, None, bias, o_gmem, plan, **scratch)
 
 
-def run(w_gmem, lhs_gmem, table, scales, o_gmem, plan: Plan, a_smem, b_smem, filled, freed, o_smem, wide_smem=None,
-        **of_groups):  # fmt: skip
-    """Both kernels. `scales` are of whole columns, or None."""
+def pad_bias(bias, plan: Plan):
+    """(G, columns) as `bias_of` reads it: float32, and padded unless all columns of a warpgroup are there or none."""
+    bias = bias.astype(jnp.float32)
+    return bias if plan.tiles.m % plan.compute_tile[0] == 0 else jnp.pad(bias, ((0, 0), (0, plan.config.tile_m)))
+
+
+def bias_of(plan: Plan, tile: Tile, bias):
+    """The bias of each of this warpgroup's columns, in flight; of columns that are not there, any."""
+    (row, _), rows = plan.share((tile.row, tile.col)), plan.compute_tile[0]
+    here = pl.ds(jnp.minimum(row, bias.shape[1] - rows), rows)
+    return _device.load(bias.at[scaled_group(plan, tile), here], _device.ROWS)
+
+
+def run(w_gmem, lhs_gmem, table, scales, bias, o_gmem, plan: Plan, a_smem, b_smem, filled, freed, o_smem,
+        wide_smem=None, **of_groups):  # fmt: skip
+    """Both kernels. `scales` are of whole columns, or None; so is `bias`."""
     table, ring = plan.tiles.read(table), plan.ring(a_smem, b_smem, filled, freed, *of_groups.values())
 
     @functools.partial(memory_role, count=plan.config.warpgroups)
@@ -43,11 +57,13 @@ def run(w_gmem, lhs_gmem, table, scales, o_gmem, plan: Plan, a_smem, b_smem, fil
     def _():
         def compute_tile(tile, number, before):
             scale = None if scales is None else scales_of_columns(plan, tile, scales)
+            shift = None if bias is None else bias_of(plan, tile, bias)
 
             def some():
                 of_tile = functools.partial(multiply, plan, ring, wide_smem, before)
                 sums = pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile))
-                return sums if scale is None else sums * spread(plan, scale, 1)
+                sums = sums if scale is None else sums * spread(plan, scale, 1)
+                return sums if shift is None else sums + spread(plan, shift, 1)
 
             none = lambda: plgpu.layout_cast(jnp.zeros(plan.compute_tile, jnp.float32), plgpu.Layout.WGMMA)
             values = lax.cond(tile.steps > 0, some, none)  # Rows of no group have no steps.

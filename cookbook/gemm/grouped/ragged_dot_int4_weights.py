@@ -27,7 +27,7 @@ from ..references import flops as flops
 from ..references import rounded
 from . import arguments
 from .kernel import grouped_product
-from .kernel_int8_weights import kernel_four_bits
+from .kernel_int8_weights import kernel_four_bits, pad_bias
 from .plan import RowTiles
 from .ragged_dot import ragged_dot_reference
 from .ragged_dot_int8_weights import ranked as ranked_of_bits
@@ -86,18 +86,30 @@ def ragged_dot_int4_weights(
     """
     op = "ragged_dot_int4_weights"
     lhs, w, scales = (_host.as_array(op, name, x) for name, x in (("lhs", lhs), ("w", w), ("scales", scales)))
-    group_size = size_of_groups(op, group_size)
-    m, n, k = check_sizes(op, lhs, w, scales, (jnp.bfloat16, jnp.float16), "lhs", grouped=True)
-    along_k = len(w), -(-k // group_size), n
-    of_groups, form = check_groups(op, scales, zeros, along_k, group_size, lhs.dtype)
-    return grouped(op, lhs, w, of_groups, form, group_sizes, group_offset, (m, n, k), out_dtype, config)
+    operands = checked(op, lhs, w, scales, zeros, group_size)
+    return grouped(op, *operands, group_sizes, group_offset, out_dtype=out_dtype, config=config)
 
 
 ragged_dot_int4_weights.Config = Config  # `cookbook.ragged_dot_int4_weights` is this function, not its module.
 
 
-def grouped(op: str, lhs, w, of_groups, form: Integers | E2M1, group_sizes, group_offset, sizes, out_dtype, config):
-    """The grouped product of checked operands: `of_groups` are the arrays that `form` names."""
+def checked(op: str, lhs, w, scales, zeros, group_size: int):
+    """The first operands of `grouped`.
+
+    Raises:
+      ValueError: they do not go together.
+    """
+    group_size = size_of_groups(op, group_size)
+    sizes = _, n, k = check_sizes(op, lhs, w, scales, (jnp.bfloat16, jnp.float16), "lhs", grouped=True)
+    along_k = len(w), -(-k // group_size), n
+    return sizes, lhs, w, *check_groups(op, scales, zeros, along_k, group_size, lhs.dtype)
+
+
+def grouped(
+    op: str, sizes, lhs, w, of_groups, form: Integers | E2M1, group_sizes, group_offset, *, out_dtype=None, config=None,
+    bias=None,
+):  # fmt: skip
+    """The grouped product of checked operands, plus (G, N) `bias`: `of_groups` are the arrays that `form` names."""
     (m, n, k), num_groups = sizes, len(w)
     out_dtype = _host.require_float(op, lhs.dtype if out_dtype is None else out_dtype)
     if out_dtype == jnp.float32:
@@ -119,7 +131,8 @@ def grouped(op: str, lhs, w, of_groups, form: Integers | E2M1, group_sizes, grou
     plan = plan_of(tiles, w, lhs, out_dtype, target.interpreted, stacked=True, four_bits=form)
     of_groups = [_host.pad_to_tiles(numbers, (1, 1, 16 // numbers.dtype.itemsize)) for numbers in of_groups]
     table, params = tiles.table_of(group_sizes, group_offset), _host.compiler_params()
-    return grouped_product(kernel_four_bits, lhs, (in_runs(w), *of_groups), table, plan=plan, params=params)
+    bias = None if bias is None else pad_bias(bias, plan)
+    return grouped_product(kernel_four_bits, lhs, (in_runs(w), *of_groups), table, bias, plan=plan, params=params)
 
 
 def bytes_moved(m: int, n: int, k: int, num_groups: int, group_size: int = 128, itemsize: int = 2) -> int:

@@ -67,13 +67,22 @@ def ragged_dot_mxfp4_weights(
     """
     op = "ragged_dot_mxfp4_weights"
     lhs, w, scales = (_host.as_array(op, name, x) for name, x in (("lhs", lhs), ("w", w), ("scales", scales)))
-    m, n, k = check_sizes(op, lhs, w, scales, (jnp.bfloat16,), "lhs", grouped=True)
+    return grouped(op, *checked(op, lhs, w, scales), group_sizes, group_offset, out_dtype=out_dtype, config=config)
+
+
+def checked(op: str, lhs, w, scales):
+    """The first operands of `grouped`.
+
+    Raises:
+      ValueError: they do not go together.
+    """
+    sizes = _, n, k = check_sizes(op, lhs, w, scales, (jnp.bfloat16,), "lhs", grouped=True)
     if scales.shape != (units := (len(w), -(-k // 64), n)) or scales.dtype != jnp.uint16:
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {scales.shape=}, {scales.dtype=}; must be {units} and uint16: pack weights and "
             f"scales together, with {_host.PACKAGE}.pack_mxfp4"
         )
-    return grouped(op, lhs, w, [scales], E2M1(lhs.dtype), group_sizes, group_offset, (m, n, k), out_dtype, config)
+    return sizes, lhs, w, [scales], E2M1(lhs.dtype)
 
 
 ragged_dot_mxfp4_weights.Config = Config  # `cookbook.ragged_dot_mxfp4_weights` is this function, not its module.
