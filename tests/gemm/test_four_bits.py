@@ -299,6 +299,7 @@ def test_packing_is_of_arrays_alone():
     """So it runs inside jit, and words are those of `pack.shape_of`."""
     words = jax.eval_shape(cookbook.pack_int4, jax.ShapeDtypeStruct((72, 8), jnp.int8))
     assert words.shape == pack.shape_of(8, 72) == (1, 2, 512)
+    assert cookbook.pack_int4(np.zeros((72, 0), np.int8)).shape == (0, 2, 512)
 
 
 # Groups of rows -------------------------------------------------------------------------------------------------------

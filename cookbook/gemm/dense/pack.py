@@ -158,9 +158,10 @@ def in_blocks(words):
     """(..., N, 8 ceil(K / 64)) words, 8 for each 64 of K of a column: word 2 lane + part of each; as the kernels want
     them, (..., ceil(N / 64), ceil(K / 64), 512)."""
     *lead, n, count = words.shape
+    across, along = -(-n // UNIT), count // 8
     words = jnp.pad(words, [(0, 0)] * len(lead) + [(0, -n % UNIT), (0, 0)])
-    words = words.reshape(*lead, -1, 4, 2, 8, count // 8, 4, 2)  # (block, warp, next, row, block of K, lane, part).
-    return _moved(words, (0, 4, 1, 3, 5, 2, 6)).reshape(*lead, -1, count // 8, WORDS)
+    words = words.reshape(*lead, across, 4, 2, 8, along, 4, 2)  # (block, warp, next, row, block of K, lane, part).
+    return _moved(words, (0, 4, 1, 3, 5, 2, 6)).reshape(*lead, across, along, WORDS)
 
 
 def of_columns(blocks):
@@ -178,17 +179,18 @@ def _moved(x, order):
 def _words(values, placed):
     """(..., N, K) values of 4 bits in blocks of words; `placed(pair, value)` puts one into 16 bits."""
     *rows, k = values.shape
+    along = -(-k // UNIT)
     values = jnp.pad(values.astype(jnp.uint32), [(0, 0)] * len(rows) + [(0, -k % UNIT)])
-    units = values.reshape(*rows, -(-k // UNIT), 2, PAIRS, 4, 2)  # (block, part, pair, lane, half) of K.
+    units = values.reshape(*rows, along, 2, PAIRS, 4, 2)  # (block, part, pair, lane, half) of K.
     halves = sum(placed(pair, units[..., pair, :, :]) for pair in range(PAIRS))  # (block, part, lane, half).
     words = halves[..., 0] | halves[..., 1] << 16
-    return in_blocks(words.swapaxes(-1, -2).reshape(*rows, -1))
+    return in_blocks(words.swapaxes(-1, -2).reshape(*rows, 8 * along))
 
 
 def _values(blocks, taken):
     """The inverse of `_words`: `taken(pair, halves)` takes a value out of 16 bits."""
     *rows, count = (words := of_columns(blocks)).shape
-    words = words.reshape(*rows, -1, 4, 2).swapaxes(-1, -2)
+    words = words.reshape(*rows, count // 8, 4, 2).swapaxes(-1, -2)
     halves = jnp.stack([words & 0xFFFF, words >> 16], axis=-1)
     values = jnp.stack([taken(pair, halves) for pair in range(PAIRS)], axis=-3)
     return values.reshape(*rows, count * 8)
