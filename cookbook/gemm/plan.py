@@ -31,6 +31,7 @@ STORE_ROWS = 64  # Rows of a piece of o on its way out: as many as one WGMMA has
 # registers in all, which a launch hands out in multiples of 8 per thread.
 REGISTERS = {2: (40, 232), 4: (32, 112)}
 MEMORY_REGISTERS, COMPUTE_REGISTERS = REGISTERS[COMPUTE]
+FEW_ROWS = 16  # Rows of a tile; with 48 and more all slots that fit are faster.
 STAGES_MAX = 12  # More slots than this hide no more latency.
 
 
@@ -203,10 +204,11 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
-        """Slots of the ring: as the configuration says, or as many as fit. Beside the conversion of 4-bit weights a
-        division for each slot's number counts, so they are a power of two."""
+        """Slots of the ring: as the configuration says, or as many as fit. Beside the conversion of 4-bit weights
+        for few rows a division for each slot's number counts, so they are a power of two."""
         slots = slots_of_ring(self.config, self.smem_bytes)
-        return slots if self.config.num_stages or not self.four_bits else 1 << slots.bit_length() - 1
+        is_given = self.config.num_stages or not self.four_bits or self.config.tile_n > FEW_ROWS
+        return slots if is_given else 1 << slots.bit_length() - 1
 
     @property
     def scratch(self) -> dict:
