@@ -80,7 +80,7 @@ def int8(**how):
 
 
 def four_bits(op, dtype, groups, **how):
-    operands = aval("bfloat16", 136, 656), aval("uint32", 272, 88), aval(dtype, groups, 272)
+    operands = aval("bfloat16", 136, 656), aval("uint32", 5, 11, 512), aval(dtype, groups, 272)
     return functools.partial(op, config=op.Config(tile_n=64, num_stages=2, **how)), operands
 
 
