@@ -149,7 +149,7 @@ def ragged_int8(draw: Draw):
 def ragged_four_bits(draw: Draw, op, size: int):
     m, n, k, groups = draw.size(), draw.size(1, 8192), draw.size(8, 8192), draw.groups()
     of_groups = aval("bfloat16" if size == 128 else "uint16", groups, -(-k // size), n)
-    avals = [aval("bfloat16", m, k), aval("uint32", groups, n, -(-k // 64) * 8), of_groups, aval("int32", groups)]
+    avals = [aval("bfloat16", m, k), aval("uint32", groups, *shape_of(n, k)), of_groups, aval("int32", groups)]
     return functools.partial(op, out_dtype=draw.choice(HALVES)), avals
 
 
