@@ -409,7 +409,8 @@ PAIR = ones(2, 1, 1, 512, dtype=jnp.uint32), ones(2, 1, 16, dtype=jnp.uint16)  #
         (dict(w_down=PAIR[:1]), r"w_down has 1 parts; must be an array, or \(w, scales\) or"),
         (dict(x=ones(4, 16, dtype=F16)), "x.dtype=.*float16.*; must be bfloat16 beside these weights"),
         (dict(w_down=(PAIR[0], PAIR[1][..., :8])), r"w_down\[1\].shape=\(2, 1, 8\); must be .* \(E, groups, 16\)"),
-        (dict(w_gate_up=(PAIR[0][..., :4], PAIR[1])), r"must end with \(1, 1, 512\), blocks of 64 by 64"),
+        (dict(w_gate_up=(PAIR[0][..., :4], PAIR[1])), r"w_gate_up\[0\].shape=.*; must be \(2, 1, 1, 512\), blocks"),
+        (dict(w_down=(PAIR[0][:, :0], PAIR[1])), r"w_down\[0\].shape=.*; must be \(2, 1, 1, 512\), blocks"),
         (dict(w_gate_up=(PAIR[0], PAIR[1].astype(F32).repeat(2, 1))), "one for each group"),
     ],
 )

@@ -235,7 +235,7 @@ def _route(logits_gmem, x_gmem, *outs, plan: Plan, expert_smem, chosen_smem, tot
 def route_few(
     logits, x, top_k: int, renormalize: bool, tiles: tuple[int, ...], target: _host.Target, params
 ) -> Results:
-    """The routing of (T, E) `logits` as `fits` has them, and rows of x, unless it is None or its rows are long."""
+    """Routes (T, E) `logits` of a size that `fits` accepts, and copies the tokens of x unless their rows are long."""
     mine = pl.cdiv(len(logits), target.num_sms)
     if x is None or mine * x.shape[1] * x.dtype.itemsize > COPIED_MAX:
         x, mine = None, 0

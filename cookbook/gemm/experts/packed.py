@@ -5,8 +5,8 @@
     (w, scales)            integers from -8 to 7, scales of a floating dtype, a row of them for each group along K
     (w, scales, zeros)     integers from 0 to 15 with zero points: what `pack_int4_gptq` and `pack_int4_awq` return
 
-Shapes: w (E, ceil(N / 64), ceil(K / 64), 512), scales and zeros (E, groups, N). Their number says how large groups
-are.
+Shapes: w (E, ceil(N / 64), ceil(K / 64), 512), scales and zeros (E, groups, N). The size of a
+group follows from how many there are.
 """
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from ... import _host
 from ..dense.matmul_int4_weights import group_size_of, weights_reference
 from ..dense.matmul_mxfp4_weights import widened
+from ..dense.pack import shape_of
 from ..grouped.ragged_dot_int4_weights import checked as checked_int4
 from ..grouped.ragged_dot_int4_weights import default_config as default_config
 from ..grouped.ragged_dot_int4_weights import grouped
@@ -68,7 +69,7 @@ def sizes_of(op: str, x, w_gate_up, w_down) -> tuple[int, int]:
     if x.dtype not in dtypes:
         names = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
         raise ValueError(f"{_host.PACKAGE}.{op}: {x.dtype=}; must be {names} beside these weights: cast it")
-    (gate_up, down) = w_gate_up[1], w_down[1]
+    gate_up, down = w_gate_up[1], w_down[1]
     shapes = f"{_host.PACKAGE}.{op}: w_gate_up[1].shape={gate_up.shape}, w_down[1].shape={down.shape}"
     if gate_up.ndim != 3 or down.ndim != 3:
         raise ValueError(f"{shapes}; scales must be (E, groups, columns), a matrix of weights for each expert")
@@ -77,4 +78,10 @@ def sizes_of(op: str, x, w_gate_up, w_down) -> tuple[int, int]:
         raise ValueError(
             f"{shapes}; must be (E, groups, 2I) and (E, groups, {hidden}), of an I that is a multiple of 8: pad it"
         )
+    for name, w, n, k in (("w_gate_up", w_gate_up, columns, hidden), ("w_down", w_down, hidden, columns // 2)):
+        if w[0].shape != (blocks := (count, *shape_of(n, k))):
+            raise ValueError(
+                f"{_host.PACKAGE}.{op}: {name}[0].shape={w[0].shape}; must be {blocks}, blocks of 64 by 64 beside "
+                "these scales: pack both together"
+            )
     return count, columns // 2
