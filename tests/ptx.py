@@ -48,6 +48,7 @@ OF_INTEGERS = OF_FLOATS | {
     "cvta": lambda a: a,
     "and": lambda a, b: a & b,
     "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
     "shl": lambda a, b: a << b,
     "shr": lambda a, b: a >> b,
     "bfe": lambda a, start, size: a >> start & (U64(1) << size) - U64(1),

@@ -9,13 +9,18 @@ bits has eight weights of a column. Value
     column = 16 warp + 8 next + row,    k = 32 part + 8 pair + 2 lane + half
 
 of a block lies in word 2 next + part of thread 32 warp + 4 row + lane, in the 16 bits of `half`. A pair comes out of a
-word by a shift and a mask, and no value moves between threads. An integer from 0 to 15 lies in bits 4 pair to
-4 pair + 3 of its half. An e2m1 value, a sign, two bits of exponent and one of mantissa, lies where one shift brings the
-magnitude, and for half of the pairs the sign too, to its place in a bfloat16.
+word by shifts and a mask, and no value moves between threads. An integer from 0 to 15 lies in bits 4 pair to
+4 pair + 3 of its half.
 
-An integer then is the last bits of a mantissa, a subnormal number, and an e2m1 value is the last bits of an exponent
-and the first of a mantissa, which is the value times 2^-126. A multiplication by a large power of two, part of the
-scale, makes them normal. GPUs compute with subnormal 16-bit numbers at full speed.
+An e2m1 value has a sign, two bits of exponent and one of mantissa, which are also the sign, the last bits of the
+exponent and the first of the mantissa of an e4m3 number: the value times 2^-6. A mask, FOURS, leaves the first two
+pairs of a word as four such numbers. The bits between hold the other two: the word shifted to the left by two, xor the
+word shifted to the right by two, has them where FOURS is. Products in FP8 (`halves.py`) take these words as they are;
+for 16 bits shifts and masks make two pairs of each.
+
+In 16 bits an integer then is the last bits of a mantissa, a subnormal number, and an e2m1 value is the last bits of an
+exponent and the first of a mantissa, which is the value times 2^-126. A multiplication by a large power of two, part of
+the scale, makes them normal. GPUs compute with subnormal 16-bit numbers at full speed.
 
 Scales of groups along K multiply the weights, in 16 bits, rather than sums in float32. Each product is rounded once, so
 the weights are exactly those that a 16-bit matrix of the same values has, and sums of each group need no registers of
@@ -39,8 +44,8 @@ UNIT = 64  # Columns, and values of K, of a block.
 WORDS = UNIT * UNIT // VALUES  # In a block.
 BOX = 256  # Words along an axis that TMA copies at once: a block is two runs of so many.
 PAIRS = 4  # Pairs of weights in a word.
-# Where the halves of a word hold the four e2m1 values: the last bit of each magnitude, and the sign.
-MAGNITUDES, SIGNS = (6, 3, 0, 9), (15, 12, 14, 13)
+FOURS = 0x9C9C9C9C  # The signs and the magnitudes of four e2m1 values that are e4m3 numbers, times E4M3.
+E4M3 = 2.0**-6
 HELD = 24  # Weights may be held as 2^-24 of what they are, so that scales that make numbers normal stay in range.
 
 
@@ -100,24 +105,30 @@ class Integers:
         return (values * scale[:, None]).astype(self.dtype) * jnp.array(2.0**-self.held, self.dtype)
 
 
+# The same of e2m1 values. More than HELD, so that sums of FP8 products times their scales do not overflow.
+E2M1_HELD = 40
+# Added to an e8m0 byte, this makes a scale 2^126 times as large, and 2^-E2M1_HELD.
+E2M1_BIAS = 126 - E2M1_HELD
+
+
 @dataclasses.dataclass(frozen=True)
 class E2M1:
     """e2m1 values, times a power of two for each 32 along K: its exponent and `E2M1_BIAS`, two in 16 bits."""
 
     dtype: jnp.dtype
-    held = HELD
+    held = E2M1_HELD
     of_groups = (("scales", jnp.dtype(jnp.uint16), UNIT),)
+
+    @staticmethod
+    def fours(words):
+        """The first and the last two pairs of each word as words of four e4m3 numbers: the values times `E4M3`."""
+        return words & jnp.uint32(FOURS), ((words << 2) ^ (words >> 2)) & jnp.uint32(FOURS)
 
     def pairs(self, words):
         """The bits of the pairs of numbers in each word: bfloat16 values, e2m1 values times 2^-126."""
-        magnitude, sign = _twice(0x01C0), _twice(0x8000)
-        shifted = lambda by: words << by if by > 0 else words >> -by if by else words
-        pairs = []
-        for last, first in zip(MAGNITUDES, SIGNS, strict=True):
-            if 6 - last == 15 - first:
-                pairs.append(shifted(6 - last) & (magnitude | sign))
-            else:
-                pairs.append((shifted(6 - last) & magnitude) | (shifted(15 - first) & sign))
+        magnitude, sign, pairs = _twice(0x01C0), _twice(0x8000), []
+        for fours in self.fours(words):
+            pairs += [((fours << 4) & magnitude) | ((fours << 8) & sign), ((fours >> 4) & magnitude) | (fours & sign)]
         return pairs
 
     def scaled(self, values, half: int, units: int, of_groups):
@@ -128,15 +139,15 @@ class E2M1:
 
     def interpreted(self, bits, half: int, units: int, of_groups):
         """As `scaled`, of bits, on a CPU, which flushes subnormal numbers to zero."""
+        scale = lax.bitcast_convert_type(_exponents(of_groups, half), self.dtype).astype(jnp.float32) * 2.0**-126
+        return (self.values(bits) * scale[:, None]).astype(self.dtype)
+
+    def values(self, bits):
+        """The values, in float32, of the bits of `pairs`."""
         bits = bits.astype(jnp.int32)
         exponent, mantissa = (bits >> 7) & 3, ((bits >> 6) & 1) / 2
         values = jnp.where(exponent == 0, mantissa, (1 + mantissa) / 2 * (1 << exponent))
-        scale = lax.bitcast_convert_type(_exponents(of_groups, half), self.dtype).astype(jnp.float32) * 2.0**-126
-        return (jnp.where(bits >> 15 == 1, -values, values) * scale[:, None]).astype(self.dtype)
-
-
-# Added to an e8m0 byte, this makes a scale 2^126 times as large, and 2^-HELD.
-E2M1_BIAS = 126 - HELD
+        return jnp.where(bits >> 15 == 1, -values, values)
 
 
 def _exponents(of_groups, half: int):
@@ -197,7 +208,7 @@ def widen(form: Integers | E2M1, words, of_groups, interpreted: bool):
     for i, blocks in enumerate(words):
         pairs = [form.pairs(block) for block in blocks]
         if interpreted:
-            halves, scaled = _bits_in_order(pairs), form.interpreted
+            halves, scaled = bits_in_order(pairs), form.interpreted
         else:
             halves, scaled = _in_order(pairs, form.dtype), form.scaled
         wide.append(
@@ -206,7 +217,7 @@ def widen(form: Integers | E2M1, words, of_groups, interpreted: bool):
     return wide
 
 
-def _bits_in_order(blocks):
+def bits_in_order(blocks):
     """As `_in_order`, of any array, as 16 bits each."""
     words = jnp.stack([jnp.stack(pairs) for pairs in blocks]).reshape(len(blocks), PAIRS, 4, 8, 4, 2, 2)
     bits = lax.bitcast_convert_type(words, jnp.uint16)  # (block, pair, warp, row, lane, next, part, half).

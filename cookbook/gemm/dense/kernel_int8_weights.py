@@ -17,16 +17,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ... import _device
+from ... import _device, _host
 from ..kernel import compute, compute_role, load, memory_role
 from ..kernel import copy_step as copy_operands
 from ..operand import STEP_BYTES, Operand, Ring, swizzled
 from ..plan import REGISTERS, Plan, identity
 from ..tiles import Config as PlainConfig
 from ..tiles import Tiles
-from .four_bits import E2M1, Blocks, Integers, widen
-
-UNIT = 64  # Values of a row of a that are swizzled together: 128 bytes.
+from . import halves
+from .four_bits import E2M1, UNIT, Blocks, Integers, widen
+from .halves import Halves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Config(PlainConfig):
     swapped: bool = True
     tile_k: int = 128  # Values of K per step, and bytes of each row of weights.
     overlap: bool = False  # Weights are converted while products of the step before run, which helps in a single wave.
+    fp8: bool = False  # MXFP4 weights of few rows: products in FP8 (`halves.py`), of 64 columns a warpgroup.
     # Warpgroups that convert and multiply. Each waits for its weights and its products; with more of them others have
     # instructions meanwhile, but each has fewer registers.
     warpgroups: int = 2
@@ -57,19 +58,47 @@ class Config(PlainConfig):
             )
         if self.tile_k not in (64, 128, 256):
             raise ValueError(f"{self.tile_k=} must be 64, 128 or 256: the widths of the swizzle, or two of them")
+        if self.fp8 and (self.tile_m != UNIT * self.warpgroups or self.tile_k == UNIT or self.overlap):
+            raise ValueError(
+                f"{self.tile_m=}, {self.warpgroups=}, {self.tile_k=}, {self.overlap=} with fp8=True: must be 64 "
+                "columns a warpgroup, 128 or 256 values of K, and no overlap"
+            )
+
+
+def require_config(op: str, config, form: Integers | E2M1 | None = None):
+    """Raises a ValueError unless `config` is None or one for weights in this form, or of 8 bits."""
+    if _host.require_config(op, config, Config) is not None and config.fp8 and not isinstance(form, E2M1):
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: {config=}; must be of fp8=False: only e2m1 weights are e4m3 numbers too"
+        )
+
+
+def in_form(config: Config, form: Integers | E2M1, warpgroups: int | None = None) -> Config:
+    """`config`, chosen for integers, as it is for weights in this form: few rows by e2m1 in FP8, with so many
+    warpgroups."""
+    if not isinstance(form, E2M1) or config.tile_n > halves.ROWS_MAX:
+        return config
+    wgs = warpgroups or config.warpgroups
+    return dataclasses.replace(
+        config, tile_m=wgs * UNIT, tile_k=2 * UNIT, cluster_m=1, overlap=False, warpgroups=wgs, fp8=True
+    )
 
 
 def plan_of(
     tiles: Tiles, w_q, a, out_dtype, interpreted: bool, stacked=False, four_bits: Integers | E2M1 | None = None
 ):
-    """The plan: the weights are operand `a`, of a stack of matrices where they are `stacked`, and a is operand `b`."""
+    """The plan: the weights are operand `a`, of a stack of matrices where they are `stacked`, and a is operand `b`: its
+    halves if the products are in FP8."""
     c, others = tiles.config, ()
     if interpreted:  # Its WGMMA wants both operands in shared memory, of which it has any amount: 16-bit weights.
         wide = (c.warpgroups, c.tile_k // UNIT, c.compute_tile[0], UNIT)
         others = (("wide_smem", swizzled(wide, a.dtype, None, STEP_BYTES, interpreted)),)
     kind = Operand if four_bits is None else Blocks
     weights = kind(w_q.dtype, c.tile_m, c.tile_k, False, stacked=stacked)
-    a = Operand(a.dtype, c.tile_n, c.tile_k, False)
+    if c.fp8:
+        a, others = Halves(a.dtype, c.tile_n, c.tile_k, False, low=a.shape[1] // 2), ()
+    else:
+        a = Operand(a.dtype, c.tile_n, c.tile_k, False)
     return Plan(tiles, weights, a, identity, out_dtype, interpreted, others, four_bits=four_bits)
 
 
@@ -162,6 +191,8 @@ def kernel(w_gmem, a_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_sme
     @functools.partial(compute_role, count=plan.config.warpgroups)
     def _():
         def multiply_tile(plan, before):
+            if plan.config.fp8:
+                return halves.multiply(plan, ring, before)
             of_tile = functools.partial(multiply, plan, ring, wide_smem, before)
             return pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile, jnp.float32))
 

@@ -29,8 +29,9 @@ from ..references import flops as flops
 from ..tiles import Tiles
 from . import cost_int8_weights
 from .four_bits import E2M1, Integers, in_runs
-from .kernel_int8_weights import Config, kernel, plan_of
+from .kernel_int8_weights import Config, in_form, kernel, plan_of, require_config
 from .pack import integers, shape_of
+from .split_rows import split_rows
 
 GROUPS = 32, 64, 128  # Sizes of groups along K.
 
@@ -161,16 +162,18 @@ def product(op: str, x, w, of_groups, form: Integers | E2M1, sizes, out_dtype, c
     """The product of checked operands: `of_groups` are the arrays that `form` names."""
     m, n, k = sizes
     out_dtype = _host.require_float(op, x.dtype if out_dtype is None else out_dtype)
-    _host.require_config(op, config, Config)
+    require_config(op, config, form)
     x, w, *of_groups = _host.without_gradient(op, f"{_host.PACKAGE}.matmul of widened weights", x, w, *of_groups)
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     target = _host.require_tensor_cores(op)
-    config = config or default_config(m, n, k, target.num_sms)
-    tiles = Tiles(n, m, k, config.tile_k, config, target.num_sms)
+    config = config or in_form(default_config(m, n, k, target.num_sms), form)
+    tiles, vectors = Tiles(n, m, k, config.tile_k, config, target.num_sms), {}
+    if config.fp8:
+        x, vectors["row_scale"] = split_rows(x)
     plan, w = plan_of(tiles, w, x, out_dtype, target.interpreted, four_bits=form), in_runs(w)
     of_groups = [_host.pad_to_tiles(numbers, (1, 16 // numbers.dtype.itemsize)) for numbers in of_groups]
-    return fused_product(kernel, x, (w, *of_groups), {}, plan=plan, params=_host.compiler_params())
+    return fused_product(kernel, x, (w, *of_groups), vectors, plan=plan, params=_host.compiler_params())
 
 
 def bytes_moved(m: int, n: int, k: int, group_size: int = 128, itemsize: int = 2) -> int:

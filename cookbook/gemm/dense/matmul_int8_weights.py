@@ -29,7 +29,7 @@ from ..references import flops as flops
 from ..tiles import Tiles
 from .cost_int8_weights import default_config
 from .cost_int8_weights import ranked as ranked
-from .kernel_int8_weights import Config, kernel, plan_of
+from .kernel_int8_weights import Config, kernel, plan_of, require_config
 
 
 def matmul_int8_weights_reference(a, w_q, scales):
@@ -69,7 +69,7 @@ def matmul_int8_weights(
         _host.as_array("matmul_int8_weights", name, x) for name, x in (("a", a), ("w_q", w_q), ("scales", scales))
     )
     transpose_w = _host.option("matmul_int8_weights", "transpose_w", transpose_w, bool)
-    _host.require_config("matmul_int8_weights", config, Config)
+    require_config("matmul_int8_weights", config)
     if a.dtype not in (jnp.bfloat16, jnp.float16) or w_q.dtype != jnp.int8:
         raise ValueError(f"{op}: {a.dtype=}, {w_q.dtype=}; must be bfloat16 or float16, and int8: cast them")
     m, n, k = arguments.product_sizes("matmul_int8_weights", dict(a=a, w_q=w_q), transpose_b=transpose_w, along_k=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ... import _host
-from .four_bits import E2M1_BIAS, MAGNITUDES, PAIRS, SIGNS, UNIT, WORDS
+from .four_bits import E2M1, E2M1_BIAS, PAIRS, UNIT, WORDS
 
 NIBBLES = 8  # Weights in a 32-bit word of a checkpoint.
 E2M1_MAGNITUDES = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0  # The codes 0 to 7; 8 to 15 are the same, negative.
@@ -39,7 +39,7 @@ def pack_int4(w: jax.Array) -> jax.Array:
         raise ValueError(
             f"{_host.PACKAGE}.pack_int4: w has integers from {low} to {high}; must be from -8 to 7: scale w"
         )
-    return _words((w.mT + 8).astype(jnp.uint8) & 15, _nibble)
+    return _words((w.mT + 8).astype(jnp.uint8) & 15, _of_integers)
 
 
 def unpack_int4(words: jax.Array, k: int, n: int) -> jax.Array:
@@ -90,7 +90,7 @@ def pack_int4_gptq(qweight, qzeros, scales, *, g_idx=None, zeros_less_one: bool 
                 "the rows of unpacked weights by it, and x's columns alike"
             )
     values = nibbles(qweight.T, range(NIBBLES)).reshape(n, k)
-    return _words(values, _nibble), scales, (zeros + int(zeros_less_one)).astype(jnp.uint8)
+    return _words(values, _of_integers), scales, (zeros + int(zeros_less_one)).astype(jnp.uint8)
 
 
 def pack_int4_awq(qweight, qzeros, scales):
@@ -111,7 +111,7 @@ def pack_int4_awq(qweight, qzeros, scales):
     qweight = _of_kind(op, "qweight", qweight, "int32", jnp.int32, 2)
     k, n = qweight.shape[0], qweight.shape[1] * NIBBLES
     zeros, scales = _of_groups(op, qzeros, scales, n, k, AWQ_ORDER)
-    return _words(nibbles(qweight, AWQ_ORDER).reshape(k, n).T, _nibble), scales, zeros
+    return _words(nibbles(qweight, AWQ_ORDER).reshape(k, n).T, _of_integers), scales, zeros
 
 
 def pack_mxfp4(blocks, scales):
@@ -122,8 +122,9 @@ def pack_mxfp4(blocks, scales):
       scales: (..., N, K / 32); uint8, the exponent of two of a scale, plus 127.
 
     Returns:
-      (w, scales): (..., ceil(N / 64), ceil(K / 64), 512) uint32 and (..., ceil(K / 64), N) uint16. Scales from 2^-108
-      to 2^25 are exact; weights of smaller ones lose bits, those of larger ones, and of the NaN 255, are not finite.
+      (w, scales): (..., ceil(N / 64), ceil(K / 64), 512) uint32 and (..., ceil(K / 64), N) uint16. Scales from 2^-92
+      to 2^20 are exact; weights of smaller ones lose bits. Products with larger ones may not be finite, and with the
+      NaN 255 they are not.
 
     Raises:
       ValueError: a rank, shape or dtype is not supported.
@@ -138,7 +139,7 @@ def pack_mxfp4(blocks, scales):
     exponents = jnp.clip(scales.astype(jnp.int32) + E2M1_BIAS, 0, 255).astype(jnp.uint16)
     exponents = jnp.pad(exponents, [(0, 0)] * (scales.ndim - 1) + [(0, scales.shape[-1] % 2)])
     pairs = exponents.reshape(*exponents.shape[:-1], exponents.shape[-1] // 2, 2)
-    return _words(values, _e2m1), (pairs[..., 0] | pairs[..., 1] << 8).mT
+    return _words(values, _of_e2m1), (pairs[..., 0] | pairs[..., 1] << 8).mT
 
 
 def shape_of(n: int, k: int) -> tuple[int, int, int]:
@@ -146,12 +147,21 @@ def shape_of(n: int, k: int) -> tuple[int, int, int]:
     return -(-n // UNIT), -(-k // UNIT), WORDS
 
 
-def _nibble(pair: int, value):
-    return value << (4 * pair)
+def _of_integers(pairs):
+    """A word of four words of pairs, whose halves are numbers of 4 bits."""
+    return sum(pair << (4 * i) for i, pair in enumerate(pairs))
 
 
-def _e2m1(pair: int, value):
-    return (value & 7) << MAGNITUDES[pair] | value >> 3 << SIGNS[pair]
+def _of_e2m1(pairs):
+    """As `_of_integers`, so that `E2M1.fours` has the values."""
+    codes = [(pair & 0x00070007) << 2 | (pair & 0x00080008) << 4 for pair in pairs]
+    first, last = codes[0] | codes[1] << 8, codes[2] | codes[3] << 8
+    words, from_right = first, jnp.uint32(0x10101010)  # These of `last` come from bits to their left.
+    # A bit of `last` also has one of the word in it, which in turn may hold a bit of `last`: at most so many in a row.
+    for _ in range(NIBBLES):
+        wrong = last ^ E2M1.fours(words)[1]
+        words = words ^ (wrong & ~from_right) >> 2 ^ (wrong & from_right) << 2
+    return words
 
 
 def in_blocks(words):
@@ -176,40 +186,35 @@ def _moved(x, order):
     return x.transpose(*range(lead), *(lead + axis for axis in order))
 
 
-def _words(values, placed):
-    """(..., N, K) values of 4 bits in blocks of words; `placed(pair, value)` puts one into 16 bits."""
+def _words(values, of_pairs):
+    """(..., N, K) values of 4 bits in blocks of words, which `of_pairs` makes of their pairs."""
     *rows, k = values.shape
     along = -(-k // UNIT)
     values = jnp.pad(values.astype(jnp.uint32), [(0, 0)] * len(rows) + [(0, -k % UNIT)])
     units = values.reshape(*rows, along, 2, PAIRS, 4, 2)  # (block, part, pair, lane, half) of K.
-    halves = sum(placed(pair, units[..., pair, :, :]) for pair in range(PAIRS))  # (block, part, lane, half).
-    words = halves[..., 0] | halves[..., 1] << 16
+    pairs = units[..., 0] | units[..., 1] << 16
+    words = of_pairs([pairs[..., i, :] for i in range(PAIRS)])  # (block, part, lane).
     return in_blocks(words.swapaxes(-1, -2).reshape(*rows, 8 * along))
 
 
-def _values(blocks, taken):
-    """The inverse of `_words`: `taken(pair, halves)` takes a value out of 16 bits."""
+def _values(blocks, pairs_of):
+    """The inverse of `_words`: `pairs_of` makes the pairs of words."""
     *rows, count = (words := of_columns(blocks)).shape
     words = words.reshape(*rows, count // 8, 4, 2).swapaxes(-1, -2)
-    halves = jnp.stack([words & 0xFFFF, words >> 16], axis=-1)
-    values = jnp.stack([taken(pair, halves) for pair in range(PAIRS)], axis=-3)
-    return values.reshape(*rows, count * 8)
+    pairs = jnp.stack(pairs_of(words), axis=-2)
+    return jnp.stack([pairs & 0xFFFF, pairs >> 16], axis=-1).reshape(*rows, count * 8)
 
 
 def integers(words):
     """(..., N, K) integers from 0 to 15 of packed ones, N and K multiples of 64."""
-    return _values(words, lambda pair, halves: halves >> (4 * pair) & 15)
+    return _values(words, lambda words: [words >> (4 * i) & 0x000F000F for i in range(PAIRS)])
 
 
 def e2m1(words):
     """(..., N, K) float32 values of packed e2m1 values, N and K multiples of 64."""
-    magnitudes = jnp.array(E2M1_MAGNITUDES, jnp.float32)
-
-    def taken(pair: int, halves):
-        value = magnitudes[halves >> MAGNITUDES[pair] & 7]
-        return jnp.where(halves >> SIGNS[pair] & 1, -value, value)
-
-    return _values(words, taken)
+    codes = _values(words, lambda words: [fours >> by & 0x009C009C for fours in E2M1.fours(words) for by in (0, 8)])
+    values = jnp.array(E2M1_MAGNITUDES, jnp.float32)[codes >> 2 & 7]
+    return jnp.where(codes >> 7 & 1, -values, values)
 
 
 def nibbles(words, order):

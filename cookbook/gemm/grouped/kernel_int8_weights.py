@@ -13,22 +13,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device
+from ..dense import halves
 from ..dense.kernel_int8_weights import copy_step, multiply
 from ..kernel import compute_role, memory_role
 from ..plan import Plan
 from .kernel import load, store
-from .kernel_fp8 import scaled_group, scales_of_columns, spread
+from .kernel_fp8 import scaled_group, scales_of_columns, scales_of_rows, spread
 from .plan import Tile, each_tile
 
 
 def kernel(w_gmem, lhs_gmem, table, scales, o_gmem, *, plan: Plan, **scratch):
     """The kernel of `ragged_dot_int8_weights`."""
-    run(w_gmem, lhs_gmem, table, scales, None, o_gmem, plan, **scratch)
+    run(w_gmem, lhs_gmem, table, scales, None, None, o_gmem, plan, **scratch)
 
 
-def kernel_four_bits(w_gmem, lhs_gmem, table, bias, o_gmem, *, plan: Plan, **scratch):
-    """The kernel of grouped products with weights of 4 bits, which have their scales with them. `bias` may be None."""
-    run(w_gmem, lhs_gmem, table, None, bias, o_gmem, plan, **scratch)
+def kernel_four_bits(w_gmem, lhs_gmem, table, of_rows, bias, o_gmem, *, plan: Plan, **scratch):
+    """The kernel of grouped products with weights of 4 bits, which have their scales with them.
+
+    `of_rows` are scales of rows, or None; so is `bias`.
+    """
+    run(w_gmem, lhs_gmem, table, None, of_rows, bias, o_gmem, plan, **scratch)
 
 
 def pad_bias(bias, plan: Plan):
@@ -44,9 +48,9 @@ def bias_of(plan: Plan, tile: Tile, bias):
     return _device.load(bias.at[scaled_group(plan, tile), here], _device.ROWS)
 
 
-def run(w_gmem, lhs_gmem, table, scales, bias, o_gmem, plan: Plan, a_smem, b_smem, filled, freed, o_smem,
+def run(w_gmem, lhs_gmem, table, scales, of_rows, bias, o_gmem, plan: Plan, a_smem, b_smem, filled, freed, o_smem,
         wide_smem=None, **of_groups):  # fmt: skip
-    """Both kernels. `scales` are of whole columns, or None; so is `bias`."""
+    """Both kernels. `scales` are of whole columns, or None; so are `of_rows`, of rows, and `bias`."""
     table, ring = plan.tiles.read(table), plan.ring(a_smem, b_smem, filled, freed, *of_groups.values())
 
     @functools.partial(memory_role, count=plan.config.warpgroups)
@@ -60,8 +64,11 @@ def run(w_gmem, lhs_gmem, table, scales, bias, o_gmem, plan: Plan, a_smem, b_sme
             shift = None if bias is None else bias_of(plan, tile, bias)
 
             def some():
-                of_tile = functools.partial(multiply, plan, ring, wide_smem, before)
-                sums = pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile))
+                if plan.config.fp8:
+                    sums = halves.multiply(plan, ring, before) * spread(plan, scales_of_rows(plan, tile, of_rows, 0), 0)
+                else:
+                    of_tile = functools.partial(multiply, plan, ring, wide_smem, before)
+                    sums = pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile))
                 sums = sums if scale is None else sums * spread(plan, scale, 1)
                 return sums if shift is None else sums + spread(plan, shift, 1)
 

@@ -21,12 +21,14 @@ import jax.numpy as jnp
 
 from ... import _host
 from ..dense.four_bits import E2M1, Integers, in_runs
-from ..dense.kernel_int8_weights import Config, plan_of
+from ..dense.kernel_int8_weights import Config, in_form, plan_of, require_config
 from ..dense.matmul_int4_weights import check_groups, check_sizes, size_of_groups, weights_reference
+from ..dense.split_rows import split_rows
 from ..references import flops as flops
 from ..references import rounded
 from . import arguments
 from .kernel import grouped_product
+from .kernel_fp8 import pad_row_scales
 from .kernel_int8_weights import kernel_four_bits, pad_bias
 from .plan import RowTiles
 from .ragged_dot import ragged_dot_reference
@@ -116,7 +118,8 @@ def grouped(
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {out_dtype=}; must be bfloat16 or float16, because tiles are transposed: cast it"
         )
-    if _host.require_config(op, config, Config) is not None and config.split_k > 1:
+    require_config(op, config, form)
+    if config is not None and config.split_k > 1:
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {config=}; must be of split_k=1: the device alone knows how many tiles there are"
         )
@@ -126,13 +129,17 @@ def grouped(
     if 0 in (m, n, k, num_groups):
         return jnp.zeros((m, n), out_dtype)
     target = _host.require_tensor_cores(op)
-    config = config or default_config(m, n, k, num_groups, target.num_sms)
+    config = config or in_form(default_config(m, n, k, num_groups, target.num_sms), form, warpgroups=4)
     tiles = RowTiles(n, m, k, config.tile_k, config, target.num_sms, num_groups=num_groups, axis=1)
+    lhs, of_rows = split_rows(lhs) if config.fp8 else (lhs, None)
     plan = plan_of(tiles, w, lhs, out_dtype, target.interpreted, stacked=True, four_bits=form)
+    of_rows = None if of_rows is None else pad_row_scales(of_rows[:, None], plan)
     of_groups = [_host.pad_to_tiles(numbers, (1, 1, 16 // numbers.dtype.itemsize)) for numbers in of_groups]
     table, params = tiles.table_of(group_sizes, group_offset), _host.compiler_params()
     bias = None if bias is None else pad_bias(bias, plan)
-    return grouped_product(kernel_four_bits, lhs, (in_runs(w), *of_groups), table, bias, plan=plan, params=params)
+    return grouped_product(
+        kernel_four_bits, lhs, (in_runs(w), *of_groups), table, of_rows, bias, plan=plan, params=params
+    )
 
 
 def bytes_moved(m: int, n: int, k: int, num_groups: int, group_size: int = 128, itemsize: int = 2) -> int:

@@ -17,6 +17,8 @@ tensor cores want weights with K along their rows: a plain rhs is transposed, at
 """
 
 import functools
+import math
+import statistics
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ from ... import _host
 from .. import cost
 from ..arguments import product_sizes
 from ..dense import cost_int8_weights
-from ..dense.kernel_int8_weights import Config, plan_of
+from ..dense.kernel_int8_weights import Config, plan_of, require_config
 from ..references import flops as flops
 from ..tiles import resident
 from . import arguments
@@ -55,9 +57,10 @@ def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 1
 
     def predict(c: Config) -> float:
         """Microseconds: the time of one group's product, as often as its tiles fit into the waves of all."""
-        tiles = with_rows * max(1.0, rows / c.tile_n + 0.5) * -(-n // (c.tile_m * c.cluster_m))
+        across = max(1.0, rows / c.tile_n + 0.5) if bits == 8 else expected_tiles(rows, c.tile_n)
+        tiles = with_rows * across * -(-n // (c.tile_m * c.cluster_m))
         waves = max(1.0, tiles / resident(num_sms, c.cluster_m) + 0.5)
-        conversion = (*CONVERT_4, SHARE / c.warpgroups) if bits == 4 else None
+        conversion = (*CONVERT_4, share(c)) if bits == 4 else None
         one = cost_int8_weights.predict(c, c.tile_n, c.tile_m * c.cluster_m, k, num_sms, bits, conversion)
         one -= cost.H200.start
         memory = (with_rows * n * k * bits / 8 + 2 * m * (n + k)) / cost.H200.read / 1e6
@@ -66,15 +69,27 @@ def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 1
     # Groups differ: some have more rows than the mean.
     found = cost_int8_weights.candidates(2 * rows, n, k, num_sms, bits)
     # Long steps of 4 bits gain nothing and leave more of the last one empty: gpt-oss's experts took longer.
-    longest = 128 if bits == 4 else 256
-    found = [c for c in found if c.split_k == 1 and c.tile_k <= longest]
+    longest, widest = (128, 192) if bits == 4 else (256, 256)
+    found = [c for c in found if c.split_k == 1 and c.tile_k <= longest and c.tile_n <= widest]
     return sorted(found, key=predict)[:count]
 
 
-# us of a step of 4-bit weights, for each 16,384 of them as much more; and the share of the products that two
-# warpgroups do not hide, times two. Fitted to 12 times of grouped MXFP4 products on one H200, not checked on
-# others.
-CONVERT_4, SHARE = (0.13, 0.28), 1.4
+def expected_tiles(rows: int, tile_n: int) -> float:
+    """Tiles of a group that has `rows` rows on average, if each row chooses its group at random."""
+    sizes = statistics.NormalDist(rows, math.sqrt(rows))
+    return 1 + sum(1 - sizes.cdf(tiles * tile_n) for tiles in range(1, 2 * rows // tile_n + 2))
+
+
+# us of a step of 4-bit weights, and as much more for each 16,384 of them. Fitted, as the share, to times of grouped
+# MXFP4 products on one H200.
+CONVERT_4 = 0.13, 0.28
+
+
+def share(c: Config) -> float:
+    """The share of the products of 4-bit weights that conversion does not hide."""
+    if c.tile_n <= 48:
+        return 1.4 / c.warpgroups
+    return 0.6 if c.overlap or c.tile_k == 64 else 0.8
 
 
 def _check(op: str, lhs, rhs, scales, transpose_rhs: bool) -> tuple[int, int, int]:
@@ -130,7 +145,8 @@ def ragged_dot_int8_weights(
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {out_dtype=}; must be bfloat16 or float16, because tiles are transposed: cast it"
         )
-    if _host.require_config(op, config, Config) is not None and config.split_k > 1:
+    require_config(op, config)
+    if config is not None and config.split_k > 1:
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {config=}; must be of split_k=1: the device alone knows how many tiles there are"
         )

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 
 from ... import _host
 from ..dense.four_bits import E2M1
-from ..dense.kernel_int8_weights import Config
+from ..dense.kernel_int8_weights import Config, in_form
 from ..dense.matmul_int4_weights import check_sizes
 from ..dense.matmul_mxfp4_weights import widened
 from ..references import flops as flops
 from .ragged_dot import ragged_dot_reference
-from .ragged_dot_int4_weights import default_config as default_config
+from .ragged_dot_int4_weights import default_config as of_integers
 from .ragged_dot_int4_weights import grouped
 from .ragged_dot_int4_weights import ranked as ranked
 
@@ -33,6 +33,11 @@ from .ragged_dot_int4_weights import ranked as ranked
 def ragged_dot_mxfp4_weights_reference(lhs, w, scales, group_sizes, group_offset=0):
     dtype = jnp.promote_types(lhs.dtype, jnp.float32)
     return ragged_dot_reference(lhs, widened(w, scales, dtype)[:, : lhs.shape[1]], group_sizes, group_offset)
+
+
+def default_config(m: int, n: int, k: int, num_groups: int, num_sms: int = 132) -> Config:
+    """That of integers, in FP8 for few rows."""
+    return in_form(of_integers(m, n, k, num_groups, num_sms), E2M1(jnp.dtype(jnp.bfloat16)), warpgroups=4)
 
 
 def ragged_dot_mxfp4_weights(

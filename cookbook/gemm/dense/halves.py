@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of few rows with e2m1 weights in FP8: half the conversion, and half the products, of those in 16 bits.
+
+An e2m1 weight is an e4m3 number, and a bfloat16 value is the sum of two: its first four significant bits, and what is
+left. So rows of x are split once, into high and low halves times a power of two for each row (`split_rows.py`), and
+tensor cores multiply both by the same weights, which lie in registers four to a word.
+
+    sums of 32 of K = (e2m1 @ high + e2m1 @ low) in FP8;   total += scale of the 32 * sums, in float32
+
+Weights cannot have their scales before they are multiplied: e4m3 has not enough exponents. So each 32 of K has sums of
+its own, and a multiplication of all of them: with many rows that takes longer than it saves. Hopper's tensor cores keep
+about 14 bits of such sums, fewer than of products in 16 bits, and more than bfloat16 has.
+
+K lies in the order in which a thread has its weights: see `split_rows.py`. A thread has values 8 pair + 2 lane + half,
+and these are the four, and the four 16 later, that an FP8 product takes from it. Pallas has no product that starts anew
+or takes a part of a swizzled tile, so these are a few lines of PTX; JAX's interpreter multiplies in float32.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+
+from ... import _device
+from ..operand import STEP_BYTES, Operand, Ring, swizzled
+from ..plan import Plan
+from .four_bits import E2M1_BIAS, E4M3, UNIT, WORDS, bits_in_order
+
+BLOCK = 32  # Values of K that share a scale, and that one instruction multiplies.
+ROWS_MAX = 48  # Rows of a tile up to which products in FP8 are faster.
+ATOM = 8 * STEP_BYTES  # Bytes of 8 rows of a tile, which tensor cores read together.
+TRANSFORMS = plgpu.TilingTransform((8, STEP_BYTES)), plgpu.SwizzleTransform(STEP_BYTES)
+
+llvm, nvvm = mgpu.utils.llvm, mgpu.utils.nvvm
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves(Operand):
+    """Rows of high halves and, in the same array from column `low` on, of low ones, which follow them in a slot."""
+
+    low: int = 0
+
+    @property
+    def copies(self) -> int:
+        return 2 * len(self.pieces)
+
+    def smem(self, slots: int, interpreted: bool):
+        rows = 2 * self.rows
+        return swizzled((slots, rows, self.tile_k), self.dtype, (rows, STEP_BYTES), STEP_BYTES, interpreted)
+
+    def copy(self, gmem, at, smem, filled, shared: str | None):
+        rows, cols = self.piece
+        for _, j in self.pieces:
+            for half in range(2):
+                source = gmem.at[pl.ds(at[0], rows), pl.ds(at[1] + j * cols + half * self.low, cols)]
+                plgpu.copy_gmem_to_smem(source, smem.at[0, j, pl.ds(half * rows, rows)], filled, collective_axes=shared)
+
+
+def multiply(plan: Plan, ring: Ring, before):
+    """The sums of this warpgroup's 64 columns of weights and all rows. Its steps follow `before` others in the ring."""
+    tiles, role, units = plan.tiles, lax.axis_index("role"), plan.tiles.tile_k // UNIT
+    last = -(-tiles.k // (tiles.tile_k * plan.config.split_k)) - 1
+    start, wait = (_multiplied, lambda sums: sums) if plan.interpreted else (_start, _wait)
+
+    def read(step):
+        """Words of weights, and two exponents for each column, for each 64 of K."""
+        slot, mine = ring.wait(before + step), pl.ds(role * UNIT, UNIT)
+        exponents = [plgpu.load(ring.of_groups[0].at[slot, i, mine], layout=_device.ROWS) for i in range(units)]
+        words = [words for (words,) in plan.a.words(ring.a.at[slot], role, UNIT)]
+        return words, [both.astype(jnp.uint32) for both in exponents]
+
+    def add(step, carry, has_next: bool = True):
+        total, (words, exponents) = carry
+        following = None
+        for unit in range(units):
+            smem = ring.b.at[ring.slot(before + step), 0, unit * UNIT // STEP_BYTES]
+            with jax.named_scope("wgmma"):
+                sums = start(plan, words[unit], smem, unit * UNIT % STEP_BYTES)
+            if has_next and unit == units - 1:
+                following = read(step + 1)
+            for of_block, scale in zip(wait(sums), _scales(exponents[unit]), strict=True):
+                total = total + of_block * _device.spread(scale, 0, of_block.shape)
+        ring.release(before + step)
+        return total, following
+
+    zeros = plgpu.layout_cast(jnp.zeros(plan.compute_tile, jnp.float32), plgpu.Layout.WGMMA)
+    carry = lax.fori_loop(0, last, add, (zeros, read(0)))
+    total, _ = add(last, carry, has_next=False)
+    return total * (2.0**-E2M1_BIAS / E4M3)
+
+
+def _scales(both):
+    """The scales, times 2^E2M1_BIAS, of 32 values of K and of the next 32."""
+    return [lax.bitcast_convert_type((both << by) & jnp.uint32(0x7F800000), jnp.float32) for by in (23, 15)]
+
+
+def _start(plan: Plan, words, smem, k: int):
+    """Starts the products of 64 of K, `k` and on in the piece of rows `smem`: sums for each 32, to be waited for."""
+    count = plan.config.tile_n
+    sums = plgpu.ShapeDtypeStruct((UNIT, count), jnp.float32, layout=plgpu.Layout.WGMMA)
+    of_words = plgpu.Layout.WG_STRIDED(words.shape, vec_size=WORDS // _device.WARPGROUP)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS), of_words, of_words), return_type=(sums,) * (UNIT // BLOCK))
+    def run(_, smem, *fours):
+        i32 = ir.IntegerType.get_signless(32)
+        fours = mgpu.optimization_barrier(*fours)
+        first, last = ([llvm.extractelement(x.registers.item(), _constant(i, i32)) for i in range(4)] for x in fours)
+        nvvm.wgmma_fence_aligned()
+        swizzle = mgpu.dialect.SwizzlingMode.k128ByteSwizzle
+        rows, found = mgpu.mma_utils.encode_descriptor(smem, 0, ATOM, swizzle), []
+        for part in range(UNIT // BLOCK):
+            columns, total = [first[part], first[2 + part], last[part], last[2 + part]], ()
+            for half in range(2):
+                at = k + part * BLOCK + half * (count // 8) * ATOM
+                total = _wgmma(columns, _sum(rows, at // 16), count, total)
+            found.append(_array(total, count))
+        nvvm.wgmma_commit_group_sync_aligned()
+        return tuple(found)
+
+    return run(smem, *plan.four_bits.fours(words))
+
+
+def _wait(sums):
+    """`sums`, when their products have ended."""
+    like = plgpu.ShapeDtypeStruct(sums[0].shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,) * len(sums), return_type=(like,) * len(sums))
+    def run(_, *sums):
+        nvvm.wgmma_wait_group_sync_aligned(0)
+        return tuple(mgpu.optimization_barrier(*sums))
+
+    return run(*sums)
+
+
+def _wgmma(columns, rows, count: int, total):
+    """64 columns, in four registers, times `count` rows: sums, added to `total` if there is one."""
+    f32, num = ir.F32Type.get(), count // 2
+    names = [f"${i}" for i in range(num + len(total) + len(columns) + 1)]
+    out, of_columns = ", ".join(names[:num]), ", ".join(names[num + len(total) : -1])
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{count}k{BLOCK}.f32.e4m3.e4m3"
+    adds = int(bool(total))
+    ptx = (
+        f"{{ .reg .pred adds; setp.ne.b32 adds, {adds}, 0; "
+        f"{instruction} {{{out}}}, {{{of_columns}}}, {names[-1]}, adds, 1, 1; }}"
+    )
+    constraints = ["=f"] * num + [str(i) for i in range(len(total))] + ["r"] * len(columns) + ["l"]
+    of_type, operands = llvm.StructType.get_literal([f32] * num), [*total, *columns, rows]
+    found = llvm.inline_asm(of_type, operands, ptx, ",".join(constraints), asm_dialect=0, has_side_effects=True)
+    return [llvm.extractvalue(f32, found, [i]) for i in range(num)]
+
+
+def _array(values, count: int):
+    """(64, count) sums as an instruction leaves them: pairs of neighbouring rows of x."""
+    pair, i32, layout = ir.VectorType.get((2,), ir.F32Type.get()), ir.IntegerType.get_signless(32), plgpu.Layout.WGMMA
+    registers = np.empty(len(values) // 2, object)
+    for i in range(len(registers)):
+        registers[i] = functools.reduce(
+            lambda vector, j, i=i: llvm.insertelement(vector, values[2 * i + j], _constant(j, i32)),
+            range(2),
+            llvm.mlir_undef(pair),
+        )
+    layout = layout.to_mgpu()
+    shape = layout.registers_shape((UNIT, count))
+    return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=layout, _is_signed=None)
+
+
+def _sum(value, number: int):
+    of_type = ir.IntegerType.get_signless(64)
+    return llvm.add(value, _constant(number, of_type), overflow_flags=llvm.IntegerOverflowFlags.none)
+
+
+def _constant(value: int, of_type):
+    return llvm.ConstantOp(of_type, ir.IntegerAttr.get(of_type, value)).result
+
+
+def _multiplied(plan: Plan, words, smem, k: int):
+    """As `_start`, in float32, when it returns."""
+    rows = smem[...][:, k : k + UNIT].astype(jnp.float32)
+    rows = rows.reshape(len(rows), UNIT // 16, 4, 2, 2).transpose(0, 1, 4, 2, 3).reshape(2, -1, UNIT)
+    blocks = bits_in_order([plan.four_bits.pairs(words)])
+    return [
+        jnp.matmul(
+            plan.four_bits.values(bits) * E4M3, rows[:, :, i * BLOCK : (i + 1) * BLOCK].sum(0).T, precision="highest"
+        )
+        for i, bits in enumerate(blocks)
+    ]
