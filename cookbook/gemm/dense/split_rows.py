@@ -118,10 +118,40 @@ def _load(row, part: int, cols: int):
             second = arith.addi(first, mgpu.utils.c(1, index.type))
             return mgpu.utils.vector_concat([load_at(first), load_at(second)])
 
-        registers = np.array([chunk_at(index) for index in _chunks(cols)], object)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
+        return _array([chunk_at(index) for index in _chunks(cols)], layout)
 
     return load(row)
+
+
+def _converted(how: str, kind, *args):
+    """What PTX's conversion `how` makes of one or two MLIR values, as a value of the type `kind`."""
+    places = ", ".join(f"${i}" for i in range(len(args) + 1))
+    bits = ir.IntegerType.get_signless(mgpu.utils.bitwidth(kind))
+    return mgpu.utils.bitcast(mgpu.utils.inline_ptx(f"cvt.{how} {places};", *args, result_types=bits), kind)
+
+
+def _at(values, i: int):
+    return vector.extract(values, [], [i])
+
+
+def _rounded(values, dtype):
+    """float32 values in a `_layout`, rounded to 16 bits two at a time: of one alone the GPU rounds a fourth as many."""
+    layout = _layout(values.size)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(values.shape, dtype, layout=layout))
+    def round_pairs(_, values):
+        pair = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
+        name = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
+        pairs = lambda chunk: [
+            _converted(f"rn.{name}.f32", pair, _at(chunk, i + 1), _at(chunk, i)) for i in range(0, CHUNK, 2)
+        ]
+        return _array([mgpu.utils.vector_concat(pairs(chunk)) for chunk in values.registers], layout)
+
+    return round_pairs(values)
+
+
+def _array(registers, layout):
+    return mgpu.FragmentedArray(_registers=np.array(registers, object), _layout=layout.to_mgpu(), _is_signed=None)
 
 
 def _store(scaled, row, cols: int):
@@ -132,12 +162,10 @@ def _store(scaled, row, cols: int):
         i16, f16, f32 = ir.IntegerType.get_signless(16), ir.F16Type.get(), ir.F32Type.get()
         pair_of = lambda kind: ir.VectorType.get((2,), kind)
         halves = ir.VectorType.get((CHUNK // 2,), i16)
-        call = lambda kind, name, *args: mgpu.utils.llvm.call_intrinsic(kind, f"llvm.nvvm.{name}", args, [], [])
-        at = lambda values, i: vector.extract(values, [], [i])
-        rounded = lambda values: call(i16, "ff.to.e4m3x2.rn", at(values, 1), at(values, 0))
-        widened = lambda bits: arith.extf(pair_of(f32), call(pair_of(f16), "e4m3x2.to.f16x2.rn", bits))
+        rounded = lambda pair: _converted("rn.satfinite.e4m3x2.f32", i16, _at(pair, 1), _at(pair, 0))
+        widened = lambda bits: arith.extf(pair_of(f32), _converted("rn.f16x2.e4m3x2", pair_of(f16), bits))
         for index, values in zip(_chunks(cols), scaled.registers, strict=True):
-            pairs = [vector.from_elements(pair_of(f32), [at(values, i), at(values, 8 + i)]) for i in range(8)]
+            pairs = [vector.from_elements(pair_of(f32), [_at(values, i), _at(values, 8 + i)]) for i in range(8)]
             high = [rounded(pair) for pair in pairs]
             low = [rounded(arith.subf(pair, widened(bits))) for pair, bits in zip(pairs, high, strict=True)]
             for i, half in enumerate((high, low)):
@@ -149,47 +177,54 @@ def _store(scaled, row, cols: int):
 
 
 def _row(x_gmem, halves_gmem, scales_gmem, *, activation, interpreted: bool):
-    row, parts = lax.axis_index("row"), 2 if activation else 1
-    cols, x = x_gmem.shape[1] // parts, x_gmem.at[row]
-    load = (lambda x, i, cols: x[pl.ds(i * cols, cols)]) if interpreted else _load
-    values = [load(x, i, cols) for i in range(parts)]
-    values = _activated(activation, values)
+    row, parts = lax.axis_index("row"), _parts(activation)
+    x, cols = x_gmem.at[row], x_gmem.shape[1] // parts
     if interpreted:
+        values = _activated(activation, [x[pl.ds(i * cols, cols)] for i in range(parts)])
         halves, scales = split_rows_reference(values[None])
         halves_gmem[row], scales_gmem[row] = halves[0], scales[0]
         return
-    values = values.astype(jnp.float32)
+    values = _activated(activation, [_load(x, i, cols) for i in range(parts)], _rounded).astype(jnp.float32)
     largest = jnp.max(_magnitudes(values))
-    _, inverse = _scales_of(lax.broadcast_in_dim(largest, values.shape, []))
-    _store(values * inverse, halves_gmem.at[row], cols)
-    scales_gmem[pl.ds(row, 1)], _ = _scales_of(lax.broadcast_in_dim(largest, (1,), []))
+    # JAX has no bitcast of a lone number.
+    of_row = lambda shape: _scales_of(lax.broadcast_in_dim(largest, shape, []))
+    _store(values * of_row(values.shape)[1], halves_gmem.at[row], cols)
+    scales_gmem[pl.ds(row, 1)] = of_row((1,))[0]
 
 
-def _activated(activation, values):
+def _parts(activation) -> int:
+    return 1 if activation is None else 2
+
+
+def _activated(activation, parts, rounded=jnp.astype):
     if activation is None:
-        return values[0]
-    return activation(*(x.astype(jnp.float32) for x in values)).astype(values[0].dtype)
+        return parts[0]
+    return rounded(activation(*(part.astype(jnp.float32) for part in parts)), parts[0].dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "params"))
 def split_rows(x, activation=None, *, params=None):
-    """(halves, scales) of `x`, which the product with e2m1 weights takes; with an `activation`, of its values.
+    """(halves, scales) of `x`, or with an `activation` of its values, for the product with e2m1 weights.
 
     Args:
-      x: (M, K), or with an activation (M, 2K), a gate's columns and then an up product's; bfloat16 or float16. K is a
-        multiple of 8.
-      activation: a function of two float32 arrays, a piece of the gate and of the up product; it takes zeros to zeros.
-        Its values are rounded to the dtype of `x`. The same function, not one alike, finds the compiled kernel again.
+      x: (M, K); with an activation (M, 2K), the columns of a gate, then those of an up product. bfloat16 or float16; K
+        is a multiple of 8.
+      activation: a function of two float32 arrays, parts of the gate and of the up product, whose values are rounded
+        to the dtype of `x`. It takes zeros to zeros. Pass the same object each time: another one is compiled anew.
     """
-    rows, cols = x.shape[0], x.shape[1] // (2 if activation else 1)
-    if rows == 0 or cols > VALUES_MAX:
-        return split_rows_reference(_activated(activation, jnp.split(x, x.shape[1] // cols, axis=1)))
+    if len(x) == 0 or x.shape[1] // _parts(activation) > VALUES_MAX:
+        return split_rows_reference(_activated(activation, jnp.split(x, _parts(activation), axis=1)))
     interpreted = _host.require_tensor_cores("split_rows").interpreted
+    return _call(x, activation, interpreted, params or _host.compiler_params())
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "interpreted", "params"))
+def _call(x, activation, interpreted: bool, params):
+    rows, padded = len(x), _padded(x.shape[1] // _parts(activation))
     out_type = (
-        jax.ShapeDtypeStruct((rows, 2 * _padded(cols)), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((rows, 2 * padded), jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((rows,), jnp.float32),
     )
     kernel = functools.partial(_row, activation=activation, interpreted=interpreted)
-    # Without JAX's barriers around each store: nobody reads what a block has stored.
-    params = dataclasses.replace(params or _host.compiler_params(), unsafe_no_auto_barriers=True)
+    # Without JAX's barriers around each store: no thread reads what another has stored.
+    params = dataclasses.replace(params, unsafe_no_auto_barriers=True)
     return _host.kernel(kernel, out_type=out_type, grid=(rows,), grid_names=("row",), compiler_params=params)(x)
