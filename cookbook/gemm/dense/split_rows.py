@@ -3,9 +3,10 @@
 
     x[m, k] ~ scales[m] * (high[m, k] + low[m, k])
 
-Shapes: x (M, K) bfloat16 or float16; halves (M, 2 Kp) float8_e4m3fn, a row's high ones, then its low ones; scales (M,)
-float32. Kp is K rounded up to a multiple of 32; zeros fill the rest. In each 16 values of K, value 8 pair + 2 lane +
-half lies at 4 lane + 2 half + pair.
+Shapes: x (M, K) bfloat16 or float16; halves (M, 2 Kp) float8_e4m3fn, a row's high ones, then its low ones; scales
+(2, M + BEYOND) float32: twice, the second time from row 1 on, because a thread loads those of two rows at once, at a
+multiple of 8 bytes; the rest is not written. Kp is K rounded up to a multiple of 32; zeros fill the rest. In each 16
+values of K, value 8 pair + 2 lane + half lies at 4 lane + 2 half + pair.
 
 A row's scale brings its largest magnitude into (224, 448]; no e4m3 number is above 448. The high half is the nearest
 e4m3 number, the low half the one nearest to the remainder. Their sum is exact for bfloat16 values of at least 2^-9 of
@@ -21,6 +22,7 @@ Bound by: memory; a decode step's few rows by latency.
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +42,14 @@ LOADED = 8  # Values that one instruction loads: 16 bytes.
 UNIT = 32  # Kp is a multiple of it.
 VALUES_MAX = 8192  # A row's values in registers, 64 per thread.
 INFINITY = 0x7F800000  # The bits of a float32.
+BEYOND = 64  # More scales than rows: a tile that begins at the last row may have as many as 48.
+
+
+class SplitRows(NamedTuple):
+    """Rows as halves, and their scales; see above."""
+
+    halves: jax.Array
+    scales: jax.Array
 
 
 def split_rows_reference(x):
@@ -52,7 +62,11 @@ def split_rows_reference(x):
     high = jnp.where(jnp.abs(scaled) < 2.0**-6, jnp.round(scaled * 2.0**9) * 2.0**-9, normal)
     both = jnp.stack([high, scaled - high], 1).astype(jnp.float8_e4m3fn)
     both = both.reshape(len(x), -1, 2, 4, 2).transpose(0, 1, 3, 4, 2)  # (row, chunk, lane, half, pair).
-    return both.reshape(len(x), -1), scales
+    return SplitRows(both.reshape(len(x), -1), jnp.stack([_beyond(scales, BEYOND), _beyond(scales[1:], BEYOND + 1)]))
+
+
+def _beyond(scales, count: int):
+    return jnp.pad(scales, (0, count))
 
 
 def _magnitudes(x):
@@ -182,14 +196,23 @@ def _row(x_gmem, halves_gmem, scales_gmem, *, activation, interpreted: bool):
     if interpreted:
         values = _activated(activation, [x[pl.ds(i * cols, cols)] for i in range(parts)])
         halves, scales = split_rows_reference(values[None])
-        halves_gmem[row], scales_gmem[row] = halves[0], scales[0]
+        halves_gmem[row] = halves[0]
+        _store_scale(scales_gmem, row, scales[0, 0])
         return
     values = _activated(activation, [_load(x, i, cols) for i in range(parts)], _rounded).astype(jnp.float32)
     largest = jnp.max(_magnitudes(values))
     # JAX has no bitcast of a lone number.
     of_row = lambda shape: _scales_of(lax.broadcast_in_dim(largest, shape, []))
     _store(values * of_row(values.shape)[1], halves_gmem.at[row], cols)
-    scales_gmem[pl.ds(row, 1)] = of_row((1,))[0]
+    _store_scale(scales_gmem, row, of_row((1,))[0][0])
+
+
+def _store_scale(scales_gmem, row, scale):
+    scales_gmem[0, row] = scale
+
+    @pl.when(row > 0)
+    def _():
+        scales_gmem[1, row - 1] = scale
 
 
 def _parts(activation) -> int:
@@ -202,8 +225,8 @@ def _activated(activation, parts, rounded=jnp.astype):
     return rounded(activation(*(part.astype(jnp.float32) for part in parts)), parts[0].dtype)
 
 
-def split_rows(x, activation=None, *, params=None):
-    """(halves, scales) of `x`, or with an `activation` of its values, for the product with e2m1 weights.
+def split_rows(x, activation=None, *, params=None) -> SplitRows:
+    """`x`, or with an `activation` its values, for the product with e2m1 weights.
 
     Args:
       x: (M, K); with an activation (M, 2K), the columns of a gate, then those of an up product. bfloat16 or float16; K
@@ -214,7 +237,7 @@ def split_rows(x, activation=None, *, params=None):
     if len(x) == 0 or x.shape[1] // _parts(activation) > VALUES_MAX:
         return split_rows_reference(_activated(activation, jnp.split(x, _parts(activation), axis=1)))
     interpreted = _host.require_tensor_cores("split_rows").interpreted
-    return _call(x, activation, interpreted, params or _host.compiler_params())
+    return SplitRows(*_call(x, activation, interpreted, params or _host.compiler_params()))
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "interpreted", "params"))
@@ -222,7 +245,7 @@ def _call(x, activation, interpreted: bool, params):
     rows, padded = len(x), _padded(x.shape[1] // _parts(activation))
     out_type = (
         jax.ShapeDtypeStruct((rows, 2 * padded), jnp.float8_e4m3fn),
-        jax.ShapeDtypeStruct((rows,), jnp.float32),
+        jax.ShapeDtypeStruct((2, rows + BEYOND), jnp.float32),
     )
     kernel = functools.partial(_row, activation=activation, interpreted=interpreted)
     # Without JAX's barriers around each store: no thread reads what another has stored.

@@ -2,10 +2,10 @@
 """The routing of few tokens in one launch: their experts and weights, the order of rows, the tables of the products.
 
     weights[t] = softmax of the top_k largest logits[t, :];   rows of choices in the order of experts, then of tokens
-    copies[rows[t]] = x[t]
+    copies[rows[t]] = x[t], and so the scales of split rows
 
-Shapes: logits (T, E) float32 with T a multiple of 16 and E a power of 2, from 8 to 128; x (T, C) of 16 bits, or none;
-`Results` has the others.
+Shapes: logits (T, E) float32 with T a multiple of 16 and E a power of 2, from 8 to 128; x (T, C) of 16 bits, or
+`SplitRows`, or none; `Results` has the others.
 
 A block has a warpgroup for each 16 tokens, at most 4. No rows are sorted or compared: the row of a token in its
 expert's group is how many earlier tokens chose the expert. Each block finds all rows anew and copies a few tokens of x
@@ -41,6 +41,7 @@ from ..._device import WARPGROUP
 from ...select import threads
 from ...select.kernel import HIGHEST, LOWEST, from_key, to_key
 from ...select.kernel_rows import K_MAX, LANES, ROWS, layout
+from ..dense.split_rows import BEYOND, SplitRows
 from ..grouped.tables import Table, row_entries
 
 TOKENS_MAX, EXPERTS_MAX = 256, WARPGROUP  # Shared memory holds 4 bytes for each pair of them.
@@ -59,6 +60,7 @@ class Results(NamedTuple):
     sizes: jax.Array  # (E,) int32: how many rows each expert has.
     tables: tuple[Table, ...]  # As `row_table` makes them, for each of the tiles.
     copies: jax.Array | None  # (T * top_k, C): a row of x for each choice.
+    scales: jax.Array | None  # Of `copies` that are halves, as `SplitRows` has them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +166,9 @@ def _store_table(plan: Plan, tile: int, table: Table, start, size, scan_smem):
             put(ref, slot, value)
 
 
-def _store_rows(plan: Plan, out: Results, expert_smem, chosen_smem, totals_smem, scan_smem, rows_smem=None):
-    """Warpgroup 0: the rows of all choices, the experts' sizes, and the tables."""
+def _store_rows(plan: Plan, out: Results, scales_gmem, expert_smem, chosen_smem, totals_smem, scan_smem,
+                rows_smem=None):  # fmt: skip
+    """Warpgroup 0: the rows of all choices, their scales if x has any, the experts' sizes, and the tables."""
     number, put = threads.number(), functools.partial(_put, plan)
     totals = [_device.load(totals_smem.at[wg], threads.PER_THREAD) for wg in range(plan.num_wgs)]
     size = jnp.where(number < plan.experts, functools.reduce(jnp.add, totals), 0)
@@ -191,6 +194,10 @@ def _store_rows(plan: Plan, out: Results, expert_smem, chosen_smem, totals_smem,
         if plan.mine:
             _device.store(rows_smem.at[pl.ds(i * WARPGROUP, WARPGROUP)], row)
         put(out.experts, jnp.where(is_choice, row, -1), expert)
+        if scales_gmem is not None:
+            scale = threads.gather(scales_gmem.at[0], token, 1, plan.interpreted)
+            for i in range(2):
+                put(out.scales.at[i], jnp.where(is_choice, row - i, -1), scale)
 
     @pl.when(lax.axis_index("block") == 0)
     def _():
@@ -209,8 +216,8 @@ def _copy(plan: Plan, first, copies_gmem, rows_smem, x_smem, filled):
             plgpu.copy_smem_to_gmem(x_smem.at[i], copies_gmem.at[rows_smem[(first + i) * plan.top_k + j]])
 
 
-def _route(logits_gmem, x_gmem, *outs, plan: Plan, expert_smem, chosen_smem, totals_smem, scan_smem, counted,
-           rows_smem=None, x_smem=None, filled=None):  # fmt: skip
+def _route(logits_gmem, x_gmem, scales_gmem, *outs, plan: Plan, expert_smem, chosen_smem, totals_smem, scan_smem,
+           counted, rows_smem=None, x_smem=None, filled=None):  # fmt: skip
     out, wg, first_token = Results(*outs), lax.axis_index("wg"), lax.axis_index("block") * plan.mine
     if plan.mine:
         source = x_gmem.at[pl.ds(first_token, plan.mine)]
@@ -225,7 +232,7 @@ def _route(logits_gmem, x_gmem, *outs, plan: Plan, expert_smem, chosen_smem, tot
     @pl.when(wg == 0)
     def _():
         plgpu.barrier_wait(counted)
-        _store_rows(plan, out, expert_smem, chosen_smem, totals_smem, scan_smem, rows_smem)
+        _store_rows(plan, out, scales_gmem, expert_smem, chosen_smem, totals_smem, scan_smem, rows_smem)
         if plan.mine:
             _copy(plan, first_token, out.copies, rows_smem, x_smem, filled)
             plgpu.wait_smem_to_gmem(0)
@@ -237,8 +244,9 @@ def route_few(
 ) -> Results:
     """Routes (T, E) `logits` of a size that `fits` accepts, and copies the tokens of x unless their rows are long."""
     mine = pl.cdiv(len(logits), target.num_sms)
+    x, scales = x if isinstance(x, SplitRows) else (x, None)
     if x is None or mine * x.shape[1] * x.dtype.itemsize > COPIED_MAX:
-        x, mine = None, 0
+        x, scales, mine = None, None, 0
     plan = Plan(*logits.shape, top_k, renormalize, tiles, mine, target.interpreted)
     # Shared memory takes marks of a power of 2 of columns.
     logits = _host.pad_to_tiles(logits, (ROWS, max(LANES, 1 << (plan.experts - 1).bit_length())))
@@ -260,6 +268,7 @@ def route_few(
         out_type=Results(
             jax.ShapeDtypeStruct((rows * top_k,), jnp.float32), ints(num), ints(num), ints(plan.experts),
             tuple(Table(ints(plan.experts + 2), ints(n), ints(n), ints(n)) for n in entries), copies,
+            None if scales is None else jax.ShapeDtypeStruct((2, num + BEYOND), scales.dtype),
         ),
         grid=(pl.cdiv(plan.tokens, mine or plan.tokens),),
         grid_names=("block",),
@@ -274,7 +283,8 @@ def route_few(
             **of_copies,
         ),
         compiler_params=params,
-    )(logits, x)  # fmt: skip
+    )(logits, x, scales)  # fmt: skip
     out = Results(*out)
     copies = None if x is None else out.copies.reshape(num, -1)
+    copies = copies if scales is None else SplitRows(copies, out.scales)
     return out._replace(weights=out.weights[:num], copies=copies)

@@ -23,6 +23,7 @@ Shazeer et al., "Outrageously large neural networks" (2017); Gale et al., "MegaB
 padding; gpt-oss (2025), for MXFP4 experts.
 """
 
+import functools
 import math
 
 import jax
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import _host
+from ..dense.split_rows import split_rows
 from ..grouped.kernel_gated import swiglu
 from ..grouped.ragged_dot import default_config, ragged_dot
 from ..grouped.tables import SCANNED_MAX
@@ -69,13 +71,23 @@ def moe_reference(
 def swiglu_of(limit: float | None):
     """The function of (..., 2I) values, a gate's and then an up product's, whose (..., I) values the second product
     takes."""
+    return swiglu if limit is None else lambda both: _clamped(limit)(*jnp.split(both, 2, axis=-1))
 
-    def clamped(both):
-        gate, up = jnp.split(both, 2, axis=-1)
+
+def _silu(gate, up):
+    """SwiGLU of a gate and an up product."""
+    return jax.nn.silu(gate) * up
+
+
+@functools.lru_cache
+def _clamped(limit: float):
+    """gpt-oss's SwiGLU of a gate and an up product."""
+
+    def clamped(gate, up):
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
 
-    return swiglu if limit is None else clamped
+    return clamped
 
 
 def biased(rows, bias, experts, group_offset=None):
@@ -298,23 +310,30 @@ def _routed(x, router_logits, w_gate_up, w_down, top_k, renormalize, group_offse
     # Products of few experts read no table, and with `group_offset` they make their own.
     if group_offset is None and num_experts > SCANNED_MAX:
         tiles = _tiles_of(num, num_experts, tokens, w_gate_up, w_down, is_gated, num_sms)
-    routing = route(router_logits.reshape(len(tokens), -1), top_k, renormalize, tiles, tokens)
+    hidden, inner_size = tokens.shape[1], w_gate_up[1].shape[-1] // 2 if is_packed else w_down.shape[1]
+    takes_halves = functools.partial(packed.takes_halves, rows=num, num_sms=num_sms)
+    copied = split_rows(tokens) if takes_halves(w_gate_up, k=hidden) else tokens
+    routing = route(router_logits.reshape(len(tokens), -1), top_k, renormalize, tiles, copied)
     places = routing._replace(weights=None, experts=None, copies=None)
     rows = _permute(tokens, places) if routing.copies is None else routing.copies
     groups = dict(group_sizes=routing.group_sizes, group_offset=group_offset)
 
-    def affine(rows, w, bias):
+    def affine(rows, w, k, bias):
         """The product and the bias, in 16 bits or in float32."""
         if is_packed:
-            return packed.product(rows, w, **groups, bias=bias)
+            return packed.product(rows, w, k, **groups, bias=bias)
         out = ragged_dot(rows, w, **groups)
         return out if bias is None else biased(out, bias, routing.experts, group_offset)
 
     if is_gated:
         inner = ragged_dot(rows, w_gate_up, **groups, activation="swiglu")
     else:
-        inner = swiglu_of(swiglu_limit)(affine(rows, w_gate_up, b_gate_up).astype(jnp.float32)).astype(x.dtype)
-    return affine(inner, w_down, b_down).astype(x.dtype), routing.weights, places
+        inner = affine(rows, w_gate_up, hidden, b_gate_up)
+        if takes_halves(w_down, k=inner_size):
+            inner = split_rows(inner, _silu if swiglu_limit is None else _clamped(swiglu_limit))
+        else:
+            inner = swiglu_of(swiglu_limit)(inner.astype(jnp.float32)).astype(x.dtype)
+    return affine(inner, w_down, inner_size, b_down).astype(x.dtype), routing.weights, places
 
 
 def _tiles_of(num_rows: int, num_experts: int, tokens, w_gate_up, w_down, is_gated: bool, num_sms: int):

@@ -13,13 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from ... import _host
+from ..dense.four_bits import E2M1
 from ..dense.matmul_int4_weights import group_size_of, weights_reference
 from ..dense.matmul_mxfp4_weights import widened
 from ..dense.pack import shape_of
+from ..dense.split_rows import SplitRows
 from ..grouped.ragged_dot_int4_weights import checked as checked_int4
 from ..grouped.ragged_dot_int4_weights import default_config as default_config
 from ..grouped.ragged_dot_int4_weights import grouped
 from ..grouped.ragged_dot_mxfp4_weights import checked as checked_mxfp4
+from ..grouped.ragged_dot_mxfp4_weights import default_config as default_mxfp4
 
 
 def arrays_of(op: str, name: str, w):
@@ -49,8 +52,21 @@ def floats(w: tuple, k: int, dtype):
     return jax.vmap(of_expert)(*w)
 
 
-def product(rows, w: tuple, group_sizes, group_offset, bias):
-    """As `ragged_dot`, with packed weights, plus the bias of each row's expert in float32, if there is one."""
+def takes_halves(w, rows: int, k: int, num_sms: int) -> bool:
+    """Whether the product of so many rows of K and `w` is one in FP8, of `SplitRows`."""
+    return isinstance(w, tuple) and is_mxfp4(w) and default_mxfp4(rows, w[1].shape[-1], k, len(w[0]), num_sms).fp8
+
+
+def product(rows, w: tuple, k: int, group_sizes, group_offset, bias):
+    """As `ragged_dot`, with packed weights, plus the bias of each row's expert in float32, if there is one.
+
+    `rows` of K values may be `SplitRows` where `takes_halves` says so.
+    """
+    if isinstance(rows, SplitRows):
+        words, scales = w
+        sizes, form = (len(rows.halves), scales.shape[-1], k), E2M1(jnp.dtype(jnp.bfloat16))
+        operands = sizes, rows, words, [scales], form
+        return grouped("moe", *operands, group_sizes, group_offset, bias=bias, out_dtype=jnp.bfloat16)
     if is_mxfp4(w):
         operands = checked_mxfp4("moe", rows, *w)
     else:

@@ -15,6 +15,7 @@ from jax import lax
 
 from ... import _host
 from ...select.top_k import top_k as largest
+from ..dense.split_rows import SplitRows
 from ..grouped.tables import Groups
 from . import kernel_route
 
@@ -34,7 +35,7 @@ class Routing(NamedTuple):
     sources: jax.Array  # (T * top_k,) int32: whose row it is, as token * top_k + choice.
     group_sizes: jax.Array | Groups  # (E,) int32: how many rows each expert has.
     experts: jax.Array | None = None  # (T * top_k,) int32: the expert of each row.
-    copies: jax.Array | None = None  # (T * top_k, C): each row's token of x.
+    copies: jax.Array | SplitRows | None = None  # (T * top_k, C): each row's token of x.
 
 
 @_host.own_options()
@@ -42,11 +43,11 @@ def route(router_logits, top_k: int, renormalize: bool = True, tiles: tuple[int,
     """The `top_k` experts of each token, by its (T, E) logits, and where their rows are.
 
     With `tiles`, the products' tiles have so many rows: the kernel that routes few tokens makes their tables, and
-    copies (T, C) `x` to the rows, if there is one.
+    copies (T, C) `x`, which may be split, to the rows, if there is one.
     """
     logits, copies = router_logits.astype(jnp.float32), None
     if kernel_route.fits(*logits.shape, top_k):
-        weights, rows, experts, sizes, tables, copies = _route_few(logits, x, top_k, renormalize, tiles)
+        weights, rows, experts, sizes, tables, copies, _ = _route_few(logits, x, top_k, renormalize, tiles)
         weights, rows = weights.reshape(-1, top_k), rows.reshape(-1, top_k)
         sizes = Groups(sizes, dict(zip(tiles, tables, strict=True))) if tiles else sizes
     else:

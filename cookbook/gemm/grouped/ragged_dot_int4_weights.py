@@ -23,12 +23,11 @@ from ... import _host
 from ..dense.four_bits import E2M1, Integers, in_runs
 from ..dense.kernel_int8_weights import Config, in_form, plan_of, require_config
 from ..dense.matmul_int4_weights import check_groups, check_sizes, size_of_groups, weights_reference
-from ..dense.split_rows import split_rows
+from ..dense.split_rows import SplitRows, split_rows
 from ..references import flops as flops
 from ..references import rounded
 from . import arguments
 from .kernel import grouped_product
-from .kernel_fp8 import pad_row_scales
 from .kernel_int8_weights import kernel_four_bits, pad_bias
 from .plan import RowTiles
 from .ragged_dot import ragged_dot_reference
@@ -111,7 +110,10 @@ def grouped(
     op: str, sizes, lhs, w, of_groups, form: Integers | E2M1, group_sizes, group_offset, *, out_dtype=None, config=None,
     bias=None,
 ):  # fmt: skip
-    """The grouped product of checked operands, plus (G, N) `bias`: `of_groups` are the arrays that `form` names."""
+    """The grouped product of checked operands, plus (G, N) `bias`: `of_groups` are the arrays that `form` names.
+
+    `lhs` may be `SplitRows` where the default configuration multiplies in FP8; then `out_dtype` is given.
+    """
     (m, n, k), num_groups = sizes, len(w)
     out_dtype = _host.require_float(op, lhs.dtype if out_dtype is None else out_dtype)
     if out_dtype == jnp.float32:
@@ -125,15 +127,18 @@ def grouped(
         )
     group_sizes, group_offset = arguments.check_groups(op, group_sizes, group_offset, m, num_groups)
     instead = f"{_host.PACKAGE}.ragged_dot of widened weights"
-    lhs, w, *of_groups = _host.without_gradient(op, instead, lhs, w, *of_groups)
+    operands, tree = jax.tree.flatten((lhs, w, of_groups))
+    lhs, w, of_groups = jax.tree.unflatten(tree, _host.without_gradient(op, instead, *operands))
     if 0 in (m, n, k, num_groups):
         return jnp.zeros((m, n), out_dtype)
     target = _host.require_tensor_cores(op)
     config = config or in_form(default_config(m, n, k, num_groups, target.num_sms), form, warpgroups=4)
     tiles = RowTiles(n, m, k, config.tile_k, config, target.num_sms, num_groups=num_groups, axis=1)
-    lhs, of_rows = split_rows(lhs) if config.fp8 else (lhs, None)
+    of_rows = None
+    if config.fp8:
+        lhs, of_rows = lhs if isinstance(lhs, SplitRows) else split_rows(lhs)
+        of_rows = of_rows[None]  # As `pad_row_scales` makes them.
     plan = plan_of(tiles, w, lhs, out_dtype, target.interpreted, stacked=True, four_bits=form)
-    of_rows = None if of_rows is None else pad_row_scales(of_rows[:, None], plan)
     of_groups = [_host.pad_to_tiles(numbers, (1, 1, 16 // numbers.dtype.itemsize)) for numbers in of_groups]
     table, params = tiles.table_of(group_sizes, group_offset), _host.compiler_params()
     bias = None if bias is None else pad_bias(bias, plan)
