@@ -3,9 +3,11 @@ as what a thread's registers hold and how instructions round."""
 
 import re
 
+import jax.numpy as jnp
 import numpy as np
 
 THREADS = 128
+E4M3 = jnp.float8_e4m3fn
 U64 = np.uint64
 
 
@@ -50,6 +52,7 @@ OF_INTEGERS = OF_FLOATS | {
     "or": lambda a, b: a | b,
     "shl": lambda a, b: a << b,
     "shr": lambda a, b: a >> b,
+    "min": np.minimum,
     "bfe": lambda a, start, size: a >> start & (U64(1) << size) - U64(1),
 }
 NO_RESULT = re.compile(r"\.reg|elect|bar\.|fence|\.pragma|$")
@@ -102,6 +105,16 @@ class Threads:
             mask = U64(2 ** (64 if "wide" in kinds else bits) - 1)
             self.registers[target] = OF_INTEGERS[name](*values) & mask
 
+    def convert_e4m3(self, target: str, sources):
+        """Two float32 numbers, the first to the upper byte, or two bytes to float16 numbers."""
+        if len(sources) == 2:
+            numbers = [np.clip(FLOATS["f32"][0](self.value(x)), -448, 448) for x in sources]
+            high, low = (x.astype(E4M3).view(np.uint8).astype(U64) for x in numbers)
+            self.registers[target] = high << U64(8) | low
+        else:
+            both = self.value(sources[0]).astype(np.uint16).view(E4M3).astype(np.float16)
+            self.registers[target] = both.view(np.uint32).astype(U64)
+
     def run(self, line: str):
         opcode, _, rest = line.partition("\t")
         name, *kinds = opcode.strip().split(".")
@@ -111,6 +124,8 @@ class Threads:
         if name == "shfl":  # The warp's first thread's.
             of_warp = self.value(sources[0]).reshape(-1, 32)[:, :1]
             self.registers[target] = of_warp.repeat(32, 1).reshape(-1)
+        elif "e4m3x2" in kinds:
+            self.convert_e4m3(target, sources)
         elif name == "ld" and kinds[0].startswith("param"):
             self.registers[target] = np.full(THREADS, int(re.search(r"param_(\d+)\]", rest)[1]) << 40, U64)
         elif name == "ld":
@@ -133,7 +148,7 @@ def run(ptx: str, *arrays: np.ndarray) -> None:
     `.ftz`; any instruction that is not listed above raises a KeyError."""
     threads = Threads(arrays)
     body = ptx[ptx.index("{\n") + 1 : ptx.rindex("ret;")]
-    body = re.sub(r"// begin inline asm.*?// end inline asm", "", body, flags=re.DOTALL)
+    body = re.sub(r"// begin inline asm\s*(?!cvt).*?// end inline asm", "", body, flags=re.DOTALL)
     for statement in body.split(";"):
         line = re.sub(r"//.*|^\s*\$.*:$|\.loc.*$", "", statement, flags=re.MULTILINE).strip()
         if not NO_RESULT.match(line):
