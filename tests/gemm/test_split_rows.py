@@ -33,9 +33,10 @@ def rows(m, k, dtype):
     rng = np.random.default_rng(m * k)
     x = rng.normal(size=(m, k)) * np.exp2(rng.integers(-12, 12, size=(m, k)))
     if m >= 3:
-        x[0] *= 1e-5
-        x[0, k // 2] = -1.01 * float(jnp.finfo(dtype).max) / 1.03
+        x[0, k // 2] = -float(jnp.finfo(dtype).max)
         if dtype == BF16:
+            x[0, : k // 2] *= 2.0**40  # Numbers that the scale makes subnormal are zeros on a CPU.
+            x[0, k // 2 + 1 :] *= 2.0**40
             x[1] = rng.choice([-1, 0, 1], size=k) * 2.0**-125 * rng.uniform(1, 2, size=k)
         x[2] = [-0.0, 0.0] * (k // 2)
     return array(x, dtype)
@@ -77,7 +78,7 @@ def test_bits(m, k, dtype):
 
 @pytest.mark.parametrize("activation, m, k, dtype", [(silu, 5, 40, BF16), (clamped, 3, 160, F16)])
 def test_values_of_an_activation_are_split(activation, m, k, dtype):
-    x = rows(m, 2 * k, dtype)
+    x = rows(m + 3, 2 * k, dtype)[3:]
     values = activation(*jnp.split(x.astype(jnp.float32), 2, axis=1)).astype(dtype)
     check(lab.run(functools.partial(split_rows, activation=activation), x), expected(values))
 
@@ -107,20 +108,23 @@ def test_no_rows():
     assert halves.shape == (0, 128) and scales.shape == (0,)
 
 
-@pytest.mark.parametrize("k, dtype", [(96, BF16), (2880, BF16), (2048, F16)])
+@pytest.mark.parametrize("k, dtype", [(96, BF16), (2880, F16)])
 def test_what_threads_load_round_and_store(k, dtype):
     """The compiled code, which the interpreter does not run, of one row and without its scale."""
-    x = np.array(rows(2, k, dtype), order="C")[1:]
+    x = np.array(rows(2, 2 * k, dtype), order="C")[1:]
     x = (x / np.abs(x).max()).astype(dtype) * 2
-    x[0, 3] = 448
+    x[0, [3, k + 3]] = 256, 192
 
     def body(x_gmem, halves_gmem):
-        op._store(op._load(x_gmem.at[0], 1)[0].astype(jnp.float32), halves_gmem.at[0])
+        gate, up = (part.astype(jnp.float32) for part in op._load(x_gmem.at[0], 2))
+        op._store(op._rounded(gate + up, dtype).astype(jnp.float32), halves_gmem.at[0])
 
     kernel = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct((1, 2 * k), E4M3))
     halves = np.zeros((1, 2 * k), np.uint8)
     ptx.run(lab.compile_for("h200", kernel, jax.ShapeDtypeStruct(x.shape, dtype)).ptx, x, halves)
-    np.testing.assert_array_equal(halves, expected(x)[0])
+    values = (x[:, :k].astype(np.float32) + x[:, k:].astype(np.float32)).astype(dtype)
+    assert values.max() == 448
+    np.testing.assert_array_equal(halves, expected(values)[0])
 
 
 @pytest.mark.parametrize("k, activation", [(5760, None), (2880, clamped), (8192, silu)])
@@ -140,7 +144,7 @@ def test_what_the_compiler_makes_of_it(k, activation):
 
 @pytest.mark.parametrize("activation", [None, silu, clamped])
 def test_lowers(activation):
-    for k in (8, 24, 768, 1408, 2880, 4096, 8184):
+    for k in (8, 1408, 2880, 8184):
         lowered(split_rows, jax.ShapeDtypeStruct((1, k), F16))
         lowered(
             functools.partial(split_rows, activation=activation),

@@ -52,8 +52,8 @@ def split_rows_reference(x):
     normal = lax.bitcast_convert_type((bits + 0x7FFFF + (bits >> 20 & 1)) & jnp.uint32(0xFFF00000), jnp.float32)
     high = jnp.where(jnp.abs(scaled) < 2.0**-6, jnp.round(scaled * 2.0**9) * 2.0**-9, normal)
     both = jnp.stack([high, scaled - high], 1).astype(jnp.float8_e4m3fn)
-    both = both.reshape(len(x), -1, 2, 4, 2).transpose(0, 1, 3, 4, 2)  # (row, chunk, lane, half, pair).
-    return both.reshape(len(x), -1), scales
+    both = both.reshape(len(x), x.shape[1] // 8, 2, 4, 2).transpose(0, 1, 3, 4, 2)  # (.., lane, half, pair).
+    return both.reshape(len(x), 2 * x.shape[1]), scales
 
 
 def _magnitudes(x):
