@@ -3,9 +3,11 @@ as what a thread's registers hold and how instructions round."""
 
 import re
 
+import jax.numpy as jnp
 import numpy as np
 
 THREADS = 128
+E4M3 = jnp.float8_e4m3fn
 U64 = np.uint64
 
 
@@ -34,6 +36,10 @@ FLOATS = {
         lambda bits: bits.astype(np.uint32).view(np.float32).astype(np.float64),
         lambda x: x.astype(np.float32).view(np.uint32).astype(U64),
     ),
+    "e4m3": (
+        lambda bits: bits.astype(np.uint8).view(E4M3).astype(np.float64),
+        lambda x: np.clip(x, -448, 448).astype(E4M3).view(np.uint8).astype(U64),  # By .satfinite.
+    ),
 }
 OF_FLOATS = {
     "add": lambda a, b: a + b,
@@ -51,6 +57,7 @@ OF_INTEGERS = OF_FLOATS | {
     "xor": lambda a, b: a ^ b,
     "shl": lambda a, b: a << b,
     "shr": lambda a, b: a >> b,
+    "min": np.minimum,
     "bfe": lambda a, start, size: a >> start & (U64(1) << size) - U64(1),
 }
 NO_RESULT = re.compile(r"\.reg|elect|bar\.|fence|\.pragma|$")
@@ -103,15 +110,28 @@ class Threads:
             mask = U64(2 ** (64 if "wide" in kinds else bits) - 1)
             self.registers[target] = OF_INTEGERS[name](*values) & mask
 
+    def convert_pair(self, target: str, to: str, of: str, sources):
+        """Two float32 numbers, the first to the upper half; or those of a pair."""
+        width = lambda kind: U64(8 if kind == "e4m3x2" else 16)
+        if len(sources) == 2:
+            high, low = (FLOATS[of][0](self.value(x)) for x in sources)
+        else:
+            both, mask = self.value(sources[0]), (U64(1) << width(of)) - U64(1)
+            high, low = (FLOATS[of.removesuffix("x2")][0](bits & mask) for bits in (both >> width(of), both))
+        rounded = FLOATS[to.removesuffix("x2")][1]
+        self.registers[target] = rounded(high) << width(to) | rounded(low)
+
     def run(self, line: str):
-        opcode, _, rest = line.partition("\t")
-        name, *kinds = opcode.strip().split(".")
+        opcode, rest = line.split(maxsplit=1)
+        name, *kinds = opcode.split(".")
         target, *sources = (x.strip() for x in re.split(r",\s*(?![^{]*\})", rest))
         bits = max((int(kind[1:]) for kind in kinds if re.fullmatch(r"[bus]\d+", kind)), default=32)
         names = re.findall(r"%?[\w.]+", target), re.findall(r"%?[\w.]+", sources[0])
         if name == "shfl":  # The warp's first thread's.
             of_warp = self.value(sources[0]).reshape(-1, 32)[:, :1]
             self.registers[target] = of_warp.repeat(32, 1).reshape(-1)
+        elif name == "cvt" and len(kinds) > 1 and kinds[-2].endswith("x2"):
+            self.convert_pair(target, *kinds[-2:], sources)
         elif name == "ld" and kinds[0].startswith("param"):
             self.registers[target] = np.full(THREADS, int(re.search(r"param_(\d+)\]", rest)[1]) << 40, U64)
         elif name == "ld":
@@ -134,7 +154,7 @@ def run(ptx: str, *arrays: np.ndarray) -> None:
     `.ftz`; any instruction that is not listed above raises a KeyError."""
     threads = Threads(arrays)
     body = ptx[ptx.index("{\n") + 1 : ptx.rindex("ret;")]
-    body = re.sub(r"// begin inline asm.*?// end inline asm", "", body, flags=re.DOTALL)
+    body = re.sub(r"// begin inline asm\s*+(?!cvt).*?// end inline asm", "", body, flags=re.DOTALL)
     for statement in body.split(";"):
         line = re.sub(r"//.*|^\s*\$.*:$|\.loc.*$", "", statement, flags=re.MULTILINE).strip()
         if not NO_RESULT.match(line):

@@ -38,11 +38,12 @@ from ... import _host
 from ..._device import WARPGROUP
 
 CHUNK = 16  # Neighbouring values of a thread.
-LOADED = 8  # Values that one instruction loads: 16 bytes.
 UNIT = 32  # Kp is a multiple of it.
-VALUES_MAX = 8192  # A row's values in registers, 64 per thread.
+VALUES_MAX = 8192  # A row's values in registers, 64 per thread; with an activation, twice as many.
 INFINITY = 0x7F800000  # The bits of a float32.
 BEYOND = 64  # More scales than rows: a tile that begins at the last row may have as many as 48.
+# Never true. ptxas moves no instruction before this branch, and no load behind the barrier that is in front of it.
+NEVER = "{.reg .pred never; setp.eq.u32 never, $0, 0; @never exit;}"
 
 
 class SplitRows(NamedTuple):
@@ -52,7 +53,7 @@ class SplitRows(NamedTuple):
     scales: jax.Array
 
 
-def split_rows_reference(x):
+def split_rows_reference(x) -> SplitRows:
     x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -x.shape[1] % UNIT)))
     scales, inverse = _scales_of(_magnitudes(x).max(1))
     scaled = x * inverse[:, None]
@@ -61,12 +62,9 @@ def split_rows_reference(x):
     normal = lax.bitcast_convert_type((bits + 0x7FFFF + (bits >> 20 & 1)) & jnp.uint32(0xFFF00000), jnp.float32)
     high = jnp.where(jnp.abs(scaled) < 2.0**-6, jnp.round(scaled * 2.0**9) * 2.0**-9, normal)
     both = jnp.stack([high, scaled - high], 1).astype(jnp.float8_e4m3fn)
-    both = both.reshape(len(x), -1, 2, 4, 2).transpose(0, 1, 3, 4, 2)  # (row, chunk, lane, half, pair).
-    return SplitRows(both.reshape(len(x), -1), jnp.stack([_beyond(scales, BEYOND), _beyond(scales[1:], BEYOND + 1)]))
-
-
-def _beyond(scales, count: int):
-    return jnp.pad(scales, (0, count))
+    both = both.reshape(len(x), x.shape[1] // 8, 2, 4, 2).transpose(0, 1, 3, 4, 2)  # (.., lane, half, pair).
+    scales = jnp.stack([jnp.pad(part, (0, x.shape[0] + BEYOND - part.size)) for part in (scales, scales[1:])])
+    return SplitRows(both.reshape(len(x), 2 * x.shape[1]), scales)
 
 
 def _magnitudes(x):
@@ -83,62 +81,47 @@ def _scales_of(largest):
     return jnp.where(largest < INFINITY, power(exponent), jnp.nan), power(-exponent)
 
 
-def _padded(cols: int) -> int:
-    return pl.cdiv(cols, UNIT) * UNIT
-
-
 def _layout(cols: int):
     """Every thread has a chunk of each 128."""
     piece = WARPGROUP * CHUNK
     return plgpu.Layout.WG_STRIDED((pl.cdiv(cols, piece) * piece,), vec_size=CHUNK)
 
 
-def _chunks(cols: int):
-    """Where this thread's chunks of a row lie, counted in chunks, as MLIR values."""
-    thread, num = mgpu.utils.thread_idx(), _padded(cols) // CHUNK
-    constant = lambda value: mgpu.utils.c(value, thread.type)
-    return [arith.minui(arith.addi(thread, constant(i)), constant(num - 1)) for i in range(0, num, WARPGROUP)]
+def _array(registers, layout):
+    return mgpu.FragmentedArray(_registers=np.array(registers, object), _layout=layout.to_mgpu(), _is_signed=None)
 
 
-def _address(row, index, kind):
-    """The place `index` of a row in global memory that is divided into vectors `kind`."""
+def _addresses(row, part: int, cols: int, kind):
+    """Where this thread's chunks of a row's `part`th `cols` values lie, vectors `kind` in global memory."""
     pointer = mgpu.utils.llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(row))
-    return mgpu.utils.getelementptr(pointer, [index], kind)
+    thread, num = mgpu.utils.thread_idx(), cols // CHUNK
+    add = lambda a, b: arith.addi(a, mgpu.utils.c(b, a.type))
+    chunks = [arith.minui(add(thread, i), mgpu.utils.c(num - 1, thread.type)) for i in range(0, num, WARPGROUP)]
+    return [mgpu.utils.getelementptr(pointer, [add(chunk, part * num)], kind) for chunk in chunks]
 
 
-def _load(row, part: int, cols: int):
-    """The `part`th `cols` values of a row, in `_layout`."""
+def _load(row, parts: int):
+    """A row in `parts` arrays of `_layout`."""
+    cols = row.shape[0] // parts
     layout = _layout(cols)
+    part_type = plgpu.ShapeDtypeStruct(*layout.args, row.dtype, layout=layout)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(*layout.args, row.dtype, layout=layout)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[part_type] * parts)
     def load(_, row):
-        kind = ir.VectorType.get((LOADED,), ir.MemRefType(row.type).element_type)
-        num = cols // LOADED
-
-        def load_at(index):
-            constant = lambda value: mgpu.utils.c(value, index.type)
-            inside = arith.minui(index, constant(num - 1))
-            address = _address(row, arith.addi(inside, constant(part * num)), kind)
-            values = mgpu.utils.llvm.load(kind, address, alignment=16)
-            if cols == _padded(cols):
-                return values
-            is_inside = arith.cmpi(arith.CmpIPredicate.ult, index, constant(num))
-            return arith.select(is_inside, values, mgpu.utils.c(0.0, kind))
-
-        def chunk_at(index):
-            first = arith.muli(index, mgpu.utils.c(2, index.type))
-            second = arith.addi(first, mgpu.utils.c(1, index.type))
-            return mgpu.utils.vector_concat([load_at(first), load_at(second)])
-
-        return _array([chunk_at(index) for index in _chunks(cols)], layout)
+        kind = ir.VectorType.get((CHUNK,), ir.MemRefType(row.type).element_type)
+        load = lambda address: mgpu.utils.llvm.load(kind, address, alignment=16)
+        loaded = [_array([load(address) for address in _addresses(row, i, cols, kind)], layout) for i in range(parts)]
+        # Without these ptxas puts some loads off, to save registers.
+        mgpu.utils.warpgroup_barrier()
+        blocks = mgpu.utils.inline_ptx("mov.u32 $0, %nctaid.x;", result_types=ir.IntegerType.get_signless(32))
+        mgpu.utils.inline_ptx(NEVER, blocks, has_side_effects=True)
+        return loaded
 
     return load(row)
 
 
 def _converted(how: str, kind, *args):
-    """What PTX's conversion `how` makes of one or two MLIR values, as a value of the type `kind`."""
+    """The value of type `kind` that PTX's conversion `how` makes of one or two values."""
     places = ", ".join(f"${i}" for i in range(len(args) + 1))
     bits = ir.IntegerType.get_signless(mgpu.utils.bitwidth(kind))
     return mgpu.utils.bitcast(mgpu.utils.inline_ptx(f"cvt.{how} {places};", *args, result_types=bits), kind)
@@ -149,70 +132,62 @@ def _at(values, i: int):
 
 
 def _rounded(values, dtype):
-    """float32 values in a `_layout`, rounded to 16 bits two at a time: of one alone the GPU rounds a fourth as many."""
+    """float32 values of `_layout` in 16 bits, rounded two at a time: one alone takes a GPU four times as long."""
     layout = _layout(values.size)
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(values.shape, dtype, layout=layout))
     def round_pairs(_, values):
         pair = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
-        name = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
-        pairs = lambda chunk: [
-            _converted(f"rn.{name}.f32", pair, _at(chunk, i + 1), _at(chunk, i)) for i in range(0, CHUNK, 2)
-        ]
+        how = "rn.bf16x2.f32" if dtype == jnp.bfloat16 else "rn.f16x2.f32"
+        pairs = lambda chunk: [_converted(how, pair, _at(chunk, i + 1), _at(chunk, i)) for i in range(0, CHUNK, 2)]
         return _array([mgpu.utils.vector_concat(pairs(chunk)) for chunk in values.registers], layout)
 
     return round_pairs(values)
 
 
-def _array(registers, layout):
-    return mgpu.FragmentedArray(_registers=np.array(registers, object), _layout=layout.to_mgpu(), _is_signed=None)
-
-
-def _store(scaled, row, cols: int):
-    """Splits float32 values in `_layout` and stores the halves."""
+def _store(scaled, row):
+    """Splits float32 values of `_layout` and stores the halves."""
+    cols = row.shape[0] // 2
 
     @plgpu.inline_mgpu(arg_types=(_layout(cols), plgpu.RefType()))
     def store(_, scaled, row):
         i16, f16, f32 = ir.IntegerType.get_signless(16), ir.F16Type.get(), ir.F32Type.get()
-        pair_of = lambda kind: ir.VectorType.get((2,), kind)
-        halves = ir.VectorType.get((CHUNK // 2,), i16)
+        two_f16, two_f32 = (ir.VectorType.get((2,), kind) for kind in (f16, f32))
+        words = ir.VectorType.get((CHUNK // 2,), i16)
         rounded = lambda pair: _converted("rn.satfinite.e4m3x2.f32", i16, _at(pair, 1), _at(pair, 0))
-        widened = lambda bits: arith.extf(pair_of(f32), _converted("rn.f16x2.e4m3x2", pair_of(f16), bits))
-        for index, values in zip(_chunks(cols), scaled.registers, strict=True):
-            pairs = [vector.from_elements(pair_of(f32), [_at(values, i), _at(values, 8 + i)]) for i in range(8)]
+        widened = lambda bits: arith.extf(two_f32, _converted("rn.f16x2.e4m3x2", two_f16, bits))
+        addresses = zip(*(_addresses(row, half, cols, words) for half in range(2)), strict=True)
+        for of_halves, values in zip(addresses, scaled.registers, strict=True):
+            pairs = [vector.from_elements(two_f32, [_at(values, i), _at(values, 8 + i)]) for i in range(8)]
             high = [rounded(pair) for pair in pairs]
             low = [rounded(arith.subf(pair, widened(bits))) for pair, bits in zip(pairs, high, strict=True)]
-            for i, half in enumerate((high, low)):
-                chunk = arith.addi(index, mgpu.utils.c(i * _padded(cols) // CHUNK, index.type))
-                words = vector.from_elements(halves, half)
-                mgpu.utils.llvm.store(words, _address(row, chunk, halves), alignment=16)
+            for half, address in zip((high, low), of_halves, strict=True):
+                mgpu.utils.llvm.store(vector.from_elements(words, half), address, alignment=16)
 
     store(scaled, row)
 
 
 def _row(x_gmem, halves_gmem, scales_gmem, *, activation, interpreted: bool):
-    row, parts = lax.axis_index("row"), _parts(activation)
-    x, cols = x_gmem.at[row], x_gmem.shape[1] // parts
+    row, parts = lax.axis_index("block"), _parts(activation)
     if interpreted:
-        values = _activated(activation, [x[pl.ds(i * cols, cols)] for i in range(parts)])
+        values = _activated(activation, jnp.split(x_gmem[row], parts))
         halves, scales = split_rows_reference(values[None])
         halves_gmem[row] = halves[0]
-        _store_scale(scales_gmem, row, scales[0, 0])
+        _store_scale(scales_gmem, row, scales[0, :1])
         return
-    values = _activated(activation, [_load(x, i, cols) for i in range(parts)], _rounded).astype(jnp.float32)
+    values = _activated(activation, _load(x_gmem.at[row], parts), _rounded).astype(jnp.float32)
     largest = jnp.max(_magnitudes(values))
-    # JAX has no bitcast of a lone number.
-    of_row = lambda shape: _scales_of(lax.broadcast_in_dim(largest, shape, []))
-    _store(values * of_row(values.shape)[1], halves_gmem.at[row], cols)
-    _store_scale(scales_gmem, row, of_row((1,))[0][0])
+    of_row = lambda shape: _scales_of(lax.broadcast_in_dim(largest, shape, []))  # JAX has no bitcast of a scalar.
+    _store(values * of_row(values.shape)[1], halves_gmem.at[row])
+    _store_scale(scales_gmem, row, of_row((1,))[0])
 
 
 def _store_scale(scales_gmem, row, scale):
-    scales_gmem[0, row] = scale
+    scales_gmem[0, pl.ds(row, 1)] = scale
 
     @pl.when(row > 0)
     def _():
-        scales_gmem[1, row - 1] = scale
+        scales_gmem[1, pl.ds(row - 1, 1)] = scale
 
 
 def _parts(activation) -> int:
@@ -237,17 +212,17 @@ def split_rows(x, activation=None, *, params=None) -> SplitRows:
     if len(x) == 0 or x.shape[1] // _parts(activation) > VALUES_MAX:
         return split_rows_reference(_activated(activation, jnp.split(x, _parts(activation), axis=1)))
     interpreted = _host.require_tensor_cores("split_rows").interpreted
-    return SplitRows(*_call(x, activation, interpreted, params or _host.compiler_params()))
+    return _call(x, activation, interpreted, params or _host.compiler_params())
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "interpreted", "params"))
 def _call(x, activation, interpreted: bool, params):
-    rows, padded = len(x), _padded(x.shape[1] // _parts(activation))
-    out_type = (
-        jax.ShapeDtypeStruct((rows, 2 * padded), jnp.float8_e4m3fn),
-        jax.ShapeDtypeStruct((2, rows + BEYOND), jnp.float32),
-    )
+    parts = _parts(activation)
+    x = _host.pad_to_tiles(x.reshape(len(x), parts, -1), (1, 1, UNIT)).reshape(len(x), -1)
+    halves = jax.ShapeDtypeStruct((len(x), x.shape[1] // parts * 2), jnp.float8_e4m3fn)
+    scales = jax.ShapeDtypeStruct((2, len(x) + BEYOND), jnp.float32)
     kernel = functools.partial(_row, activation=activation, interpreted=interpreted)
     # Without JAX's barriers around each store: no thread reads what another has stored.
     params = dataclasses.replace(params, unsafe_no_auto_barriers=True)
-    return _host.kernel(kernel, out_type=out_type, grid=(rows,), grid_names=("row",), compiler_params=params)(x)
+    launch = dict(grid=(len(x),), grid_names=("block",), compiler_params=params)
+    return _host.kernel(kernel, out_type=(halves, scales), **launch)(x)
