@@ -212,7 +212,7 @@ def split_rows(x, activation=None, *, params=None) -> SplitRows:
     if len(x) == 0 or x.shape[1] // _parts(activation) > VALUES_MAX:
         return split_rows_reference(_activated(activation, jnp.split(x, _parts(activation), axis=1)))
     interpreted = _host.require_tensor_cores("split_rows").interpreted
-    return _call(x, activation, interpreted, params or _host.compiler_params())
+    return SplitRows(*_call(x, activation, interpreted, params or _host.compiler_params()))
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "interpreted", "params"))
