@@ -130,7 +130,7 @@ class Threads:
         if name == "shfl":  # The warp's first thread's.
             of_warp = self.value(sources[0]).reshape(-1, 32)[:, :1]
             self.registers[target] = of_warp.repeat(32, 1).reshape(-1)
-        elif name == "cvt" and len(kinds) > 1 and kinds[-2].endswith("x2"):
+        elif name == "cvt" and kinds[0] == "rn" and kinds[-2].endswith("x2"):
             self.convert_pair(target, *kinds[-2:], sources)
         elif name == "ld" and kinds[0].startswith("param"):
             self.registers[target] = np.full(THREADS, int(re.search(r"param_(\d+)\]", rest)[1]) << 40, U64)

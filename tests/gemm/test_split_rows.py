@@ -131,7 +131,7 @@ def test_what_threads_load_round_and_store(k, dtype):
     np.testing.assert_array_equal(halves, expected(values)[0])
 
 
-@pytest.mark.parametrize("k, activation", [(5760, None), (2880, clamped), (8192, silu)])
+@pytest.mark.parametrize("k, activation", [(5760, None), (8192, clamped)])
 def test_what_the_compiler_makes_of_it(k, activation):
     """No spill; whole vectors move; all loads are issued before the first barrier of a warpgroup."""
     parts = 1 if activation is None else 2
@@ -146,11 +146,7 @@ def test_what_the_compiler_makes_of_it(k, activation):
     assert "F2F." not in compiled.sass
 
 
-@pytest.mark.parametrize("activation", [None, silu, clamped])
-def test_lowers(activation):
-    for k in (8, 1408, 2880, 8184):
-        lowered(split_rows, jax.ShapeDtypeStruct((1, k), F16))
-        lowered(
-            functools.partial(split_rows, activation=activation),
-            jax.ShapeDtypeStruct((1000, k if activation is None else 2 * k), BF16),
-        )
+@pytest.mark.parametrize("k", [8, 1408, 8184])
+def test_lowers(k):
+    lowered(split_rows, jax.ShapeDtypeStruct((1, k), F16))
+    lowered(functools.partial(split_rows, activation=silu), jax.ShapeDtypeStruct((1000, 2 * k), BF16))

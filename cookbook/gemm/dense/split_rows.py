@@ -9,13 +9,14 @@ multiple of 8 bytes; the rest is not written. Kp is K rounded up to a multiple o
 values of K, value 8 pair + 2 lane + half lies at 4 lane + 2 half + pair.
 
 A row's scale brings its largest magnitude into (224, 448]; no e4m3 number is above 448. The high half is the nearest
-e4m3 number, the low half the one nearest to the remainder. Their sum is exact for bfloat16 values of at least 2^-9 of
-the row's largest, and less than 2^-17 of the largest away from smaller ones. The scale of a row with an infinity or a
-NaN is NaN.
+e4m3 number, the low half the one nearest to the remainder. Their sum equals a bfloat16 value of at least 2^-9 of the
+row's largest, and is within 2^-17 of the largest of a smaller one. It is within 2^-9 of a float16 value, or as near as
+2^-17 of the largest. The scale of a row with an infinity or a NaN is NaN.
 
 A block has one row, which its 128 threads keep in registers. A thread loads 16 neighbouring values at a time, so
 values change places inside a thread only, and all loads are in flight together. Threads beyond the end of the row load
-its last values again and store the same bytes. XLA splits rows of more than 8192 values.
+its last values again and store the same bytes. XLA pads rows of another length than a multiple of 32, and splits those
+of more than 8192 values.
 
 Bound by: memory; a decode step's few rows by latency.
 """
@@ -42,7 +43,7 @@ UNIT = 32  # Kp is a multiple of it.
 VALUES_MAX = 8192  # A row's values in registers, 64 per thread; with an activation, twice as many.
 INFINITY = 0x7F800000  # The bits of a float32.
 BEYOND = 64  # More scales than rows: a tile that begins at the last row may have as many as 48.
-# Never true. ptxas moves no instruction before this branch, and no load behind the barrier that is in front of it.
+# A branch that no thread takes: a grid has blocks. ptxas moves no arithmetic before it.
 NEVER = "{.reg .pred never; setp.eq.u32 never, $0, 0; @never exit;}"
 
 
@@ -111,7 +112,7 @@ def _load(row, parts: int):
         kind = ir.VectorType.get((CHUNK,), ir.MemRefType(row.type).element_type)
         load = lambda address: mgpu.utils.llvm.load(kind, address, alignment=16)
         loaded = [_array([load(address) for address in _addresses(row, i, cols, kind)], layout) for i in range(parts)]
-        # Without these ptxas puts some loads off, to save registers.
+        # ptxas puts some loads off until others have been used, to save registers, unless a barrier is in between.
         mgpu.utils.warpgroup_barrier()
         blocks = mgpu.utils.inline_ptx("mov.u32 $0, %nctaid.x;", result_types=ir.IntegerType.get_signless(32))
         mgpu.utils.inline_ptx(NEVER, blocks, has_side_effects=True)
@@ -222,7 +223,8 @@ def _call(x, activation, interpreted: bool, params):
     halves = jax.ShapeDtypeStruct((len(x), x.shape[1] // parts * 2), jnp.float8_e4m3fn)
     scales = jax.ShapeDtypeStruct((2, len(x) + BEYOND), jnp.float32)
     kernel = functools.partial(_row, activation=activation, interpreted=interpreted)
-    # Without JAX's barriers around each store: no thread reads what another has stored.
-    params = dataclasses.replace(params, unsafe_no_auto_barriers=True)
+    # The activation's exponentials are approximate, as its values are rounded to 16 bits. There are no barriers of
+    # JAX's around stores: no thread reads what another has stored.
+    params = dataclasses.replace(params, approx_math=True, unsafe_no_auto_barriers=True)
     launch = dict(grid=(len(x),), grid_names=("block",), compiler_params=params)
     return _host.kernel(kernel, out_type=(halves, scales), **launch)(x)

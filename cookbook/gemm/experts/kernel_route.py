@@ -60,7 +60,7 @@ class Results(NamedTuple):
     sizes: jax.Array  # (E,) int32: how many rows each expert has.
     tables: tuple[Table, ...]  # As `row_table` makes them, for each of the tiles.
     copies: jax.Array | None  # (T * top_k, C): a row of x for each choice.
-    scales: jax.Array | None  # Of `copies` that are halves, as `SplitRows` has them.
+    scales: jax.Array | None  # As `SplitRows` has them, where `copies` are halves.
 
 
 @dataclasses.dataclass(frozen=True)
