@@ -96,7 +96,11 @@ def test_xla_has_nothing_to_do():
     assert spilled == 0
 
 
-@pytest.mark.parametrize("wrong", [lambda start, last: start, lambda start, last: last, jnp.minimum])
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda start, last: start, lambda start, last: last, jnp.minimum],
+    ids=["beyond the end", "always the last", "right"],
+)
 def test_mutants_that_load_other_pieces_are_caught(run_only, mutant, wrong):
     """Beyond the end, where the interpreter finds no array; or always the last piece."""
     mutant(module, "jnp", minimum=wrong)
