@@ -224,14 +224,21 @@ def slot_of_piece(plan: Plan, o_smem, role, number):
 
 
 def _load_vectors(plan: Plan, fused, row, col) -> dict:
-    """The vectors fused with the piece at `row` and `col` of the kernel's product, in the shape of the piece."""
+    """The vectors fused with the piece at `row` and `col` of the kernel's product, in the shape of the piece.
+
+    They are whole numbers of pieces. Where they end within a tile, its pieces beyond get the last one's numbers: no
+    value of these pieces is one of the product.
+    """
 
     def load(name: str):
         if name == "scale":
             return fused[name][0]
         axis = (0 if name == "row_scale" else 1) ^ plan.swapped
-        start, layout = (row, col)[axis], plgpu.Layout.WGMMA.reduce(1 - axis)
-        values = _device.load(fused[name].at[pl.ds(start, plan.store_piece[axis])], layout)
+        start, size, layout = (row, col)[axis], plan.store_piece[axis], plgpu.Layout.WGMMA.reduce(1 - axis)
+        (length,) = fused[name].shape
+        if length % plan.tiles.cluster_tile[axis]:
+            start = jnp.minimum(start, length - size)
+        values = _device.load(fused[name].at[pl.ds(start, size)], layout)
         return _device.spread(values, axis, plan.store_piece)
 
     return {name: load(name) for name in fused}

@@ -32,7 +32,9 @@ def fused_product(kernel, a, b, vectors: dict, *, plan: Plan, params, varies: bo
     else:
         piece = jax.ShapeDtypeStruct((math.prod(plan.store_piece),), jnp.float32)
         plan = dataclasses.replace(plan, activation=_numerics.lowerable(plan.activation, piece))
-        per = dict(scale=1, row_scale=tiles[0], col_scale=tiles[1], bias=tiles[1])
+        rows, cols = exchanged(plan.store_piece, c.swapped)
+        # Whole pieces, not whole tiles, which would often be a copy: the kernel reads nothing beyond.
+        per = dict(scale=1, row_scale=rows, col_scale=cols, bias=cols)
         padded_vectors = {name: _host.pad_to_tiles(vector, (per[name],)) for name, vector in vectors.items()}
         # Direct stores are not cut off at the edge. A row of o is a multiple of 16 bytes for TMA.
         padded = _host.padded_shape(shape, tiles if plan.stores_directly else (1, 8))
