@@ -117,7 +117,7 @@ def _start(plan: Plan, words, smem, k: int):
         rows, found = mgpu.mma_utils.encode_descriptor(smem, 0, ATOM, swizzle), []
         for part in range(UNIT // BLOCK):
             columns, total = [first[part], first[2 + part], last[part], last[2 + part]], ()
-            for half in range(2):
+            for half in (1, 0):  # The low halves first: beside the sums of the others they would lose their last bits.
                 at = k + part * BLOCK + half * (count // 8) * ATOM
                 total = _wgmma(columns, _sum(rows, at // 16), count, total)
             found.append(_array(total, count))

@@ -73,10 +73,12 @@ def require_config(op: str, config, form: Integers | E2M1 | None = None):
         )
 
 
-def in_form(config: Config, form: Integers | E2M1, warpgroups: int | None = None) -> Config:
-    """`config`, chosen for integers, as it is for weights in this form: few rows by e2m1 in FP8, with so many
-    warpgroups."""
-    if not isinstance(form, E2M1) or config.tile_n > halves.ROWS_MAX:
+def in_form(config: Config, form: Integers | E2M1, out_dtype, warpgroups: int | None = None) -> Config:
+    """`config`, chosen for integers, for weights in this form: few rows by e2m1 in FP8, with so many warpgroups.
+
+    Results in bfloat16 are rounded by far more than sums in FP8; those of other dtypes show what these lose.
+    """
+    if not isinstance(form, E2M1) or out_dtype != jnp.bfloat16 or config.tile_n > halves.ROWS_MAX:
         return config
     wgs = warpgroups or config.warpgroups
     return dataclasses.replace(

@@ -167,7 +167,7 @@ def product(op: str, x, w, of_groups, form: Integers | E2M1, sizes, out_dtype, c
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     target = _host.require_tensor_cores(op)
-    config = config or in_form(default_config(m, n, k, target.num_sms), form)
+    config = config or in_form(default_config(m, n, k, target.num_sms), form, out_dtype)
     tiles, vectors = Tiles(n, m, k, config.tile_k, config, target.num_sms), {}
     if config.fp8:
         x, of_rows = split_rows(x)

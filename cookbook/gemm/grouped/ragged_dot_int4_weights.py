@@ -132,7 +132,7 @@ def grouped(
     if 0 in (m, n, k, num_groups):
         return jnp.zeros((m, n), out_dtype)
     target = _host.require_tensor_cores(op)
-    config = config or in_form(default_config(m, n, k, num_groups, target.num_sms), form, warpgroups=4)
+    config = config or in_form(default_config(m, n, k, num_groups, target.num_sms), form, out_dtype, warpgroups=4)
     tiles = RowTiles(n, m, k, config.tile_k, config, target.num_sms, num_groups=num_groups, axis=1)
     of_rows = None
     if config.fp8:

@@ -36,8 +36,9 @@ def ragged_dot_mxfp4_weights_reference(lhs, w, scales, group_sizes, group_offset
 
 
 def default_config(m: int, n: int, k: int, num_groups: int, num_sms: int = 132) -> Config:
-    """That of integers, in FP8 for few rows."""
-    return in_form(of_integers(m, n, k, num_groups, num_sms), E2M1(jnp.dtype(jnp.bfloat16)), warpgroups=4)
+    """That of integers, in FP8 for few rows; for results in bfloat16."""
+    dtype = jnp.dtype(jnp.bfloat16)
+    return in_form(of_integers(m, n, k, num_groups, num_sms), E2M1(dtype), dtype, warpgroups=4)
 
 
 def ragged_dot_mxfp4_weights(
