@@ -5,7 +5,8 @@ The memory warpgroup, the ring, parts of K and the stores are the same. A comput
 weights into registers, converts them there to 16-bit floats, and multiplies them by a's tile, which the tensor cores
 read from shared memory. Meanwhile it reads the weights of the next step, and with `overlap` also converts them. A slot
 is freed when the products of its step have ended: they read the registers and the slot till then. `four_bits.py` says
-how weights of 4 bits lie and are converted; the numbers of their groups along K come with them in the slot.
+how weights of 4 bits lie and are converted; the numbers of their groups along K come with them in the slot. With
+`fp8` the rest is as here, and `halves.py` multiplies.
 """
 
 import dataclasses
