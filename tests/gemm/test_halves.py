@@ -123,6 +123,7 @@ def test_what_is_not_finite_stays_in_its_row_and_column():
         (lambda: Config(256, 16, tile_k=128, fp8=True), "64 columns a warpgroup"),
         (lambda: Config(128, 16, tile_k=64, fp8=True), "128 or 256 values of K"),
         (lambda: Config(128, 16, tile_k=128, overlap=True, fp8=True), "no overlap"),
+        (lambda: Config(128, 48, tile_k=128, cluster_n=2, fp8=True), "at most 64 rows"),
         (
             lambda: cookbook.matmul_int4_weights(
                 jnp.ones((8, 128), BF16), jnp.ones((1, 2, 512), jnp.uint32), jnp.ones((1, 16), BF16), config=FEW

@@ -28,6 +28,7 @@ from ..tiles import Tiles
 from . import halves
 from .four_bits import E2M1, UNIT, Blocks, Integers, widen
 from .halves import Halves
+from .split_rows import BEYOND
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Config(PlainConfig):
                 f"{self.tile_m=}, {self.warpgroups=}, {self.tile_k=}, {self.overlap=} with fp8=True: must be 64 "
                 "columns a warpgroup, 128 or 256 values of K, and no overlap"
             )
+        if self.fp8 and self.tile_n * self.cluster_n > BEYOND:
+            raise ValueError(f"{self.tile_n=} x {self.cluster_n=} with fp8=True: must be at most {BEYOND} rows")
 
 
 def require_config(op: str, config, form: Integers | E2M1 | None = None):

@@ -42,7 +42,7 @@ CHUNK = 16  # Neighbouring values of a thread.
 UNIT = 32  # Kp is a multiple of it.
 VALUES_MAX = 8192  # A row's values in registers, 64 per thread; with an activation, twice as many.
 INFINITY = 0x7F800000  # The bits of a float32.
-BEYOND = 64  # More scales than rows: a tile that begins at the last row may have as many as 48.
+BEYOND = 64  # More scales than rows: a tile that begins at the last row may have so many.
 # A branch that no thread takes: a grid has blocks. ptxas moves no arithmetic before it.
 NEVER = "{.reg .pred never; setp.eq.u32 never, $0, 0; @never exit;}"
 
