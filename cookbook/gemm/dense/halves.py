@@ -17,7 +17,6 @@ or takes a part of a swizzled tile, so these are a few lines of PTX; JAX's inter
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -158,15 +157,14 @@ def _wgmma(columns, rows, count: int, total):
 
 def _array(values, count: int):
     """(64, count) sums as an instruction leaves them: pairs of neighbouring rows of x."""
-    pair, i32, layout = ir.VectorType.get((2,), ir.F32Type.get()), ir.IntegerType.get_signless(32), plgpu.Layout.WGMMA
+    of_pair, i32 = ir.VectorType.get((2,), ir.F32Type.get()), ir.IntegerType.get_signless(32)
+    layout = plgpu.Layout.WGMMA.to_mgpu()
     registers = np.empty(len(values) // 2, object)
     for i in range(len(registers)):
-        registers[i] = functools.reduce(
-            lambda vector, j, i=i: llvm.insertelement(vector, values[2 * i + j], _constant(j, i32)),
-            range(2),
-            llvm.mlir_undef(pair),
-        )
-    layout = layout.to_mgpu()
+        pair = llvm.mlir_undef(of_pair)
+        for j in range(2):
+            pair = llvm.insertelement(pair, values[2 * i + j], _constant(j, i32))
+        registers[i] = pair
     shape = layout.registers_shape((UNIT, count))
     return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=layout, _is_signed=None)
 

@@ -14,9 +14,8 @@ row's largest, and is within 2^-17 of the largest of a smaller one. It is within
 2^-17 of the largest. The scale of a row with an infinity or a NaN is NaN.
 
 A block has one row, which its 128 threads keep in registers. A thread loads 16 neighbouring values at a time, so
-values change places inside a thread only, and all loads are in flight together. Threads beyond the end of the row load
-its last values again and store the same bytes. XLA pads rows of another length than a multiple of 32, and splits those
-of more than 8192 values.
+values change places inside a thread only. Threads beyond the end of the row load its last values again and store the
+same bytes. XLA pads rows of another length than a multiple of 32, and splits those of more than 8192 values.
 
 Bound by: memory; a decode step's few rows by latency.
 """
@@ -43,8 +42,6 @@ UNIT = 32  # Kp is a multiple of it.
 VALUES_MAX = 8192  # A row's values in registers, 64 per thread; with an activation, twice as many.
 INFINITY = 0x7F800000  # The bits of a float32.
 BEYOND = 64  # More scales than rows: a tile that begins at the last row may have so many.
-# A branch that no thread takes: a grid has blocks. ptxas moves no arithmetic before it.
-NEVER = "{.reg .pred never; setp.eq.u32 never, $0, 0; @never exit;}"
 
 
 def scales_shape(rows: int) -> tuple[int, int]:
@@ -116,12 +113,7 @@ def _load(row, parts: int):
     def load(_, row):
         kind = ir.VectorType.get((CHUNK,), ir.MemRefType(row.type).element_type)
         load = lambda address: mgpu.utils.llvm.load(kind, address, alignment=16)
-        loaded = [_array([load(address) for address in _addresses(row, i, cols, kind)], layout) for i in range(parts)]
-        # ptxas puts some loads off until others have been used, to save registers, unless a barrier is in between.
-        mgpu.utils.warpgroup_barrier()
-        blocks = mgpu.utils.inline_ptx("mov.u32 $0, %nctaid.x;", result_types=ir.IntegerType.get_signless(32))
-        mgpu.utils.inline_ptx(NEVER, blocks, has_side_effects=True)
-        return loaded
+        return [_array([load(address) for address in _addresses(row, i, cols, kind)], layout) for i in range(parts)]
 
     return load(row)
 
@@ -135,20 +127,6 @@ def _converted(how: str, kind, *args):
 
 def _at(values, i: int):
     return vector.extract(values, [], [i])
-
-
-def _rounded(values, dtype):
-    """float32 values of `_layout` in 16 bits, rounded two at a time: one alone takes a GPU four times as long."""
-    layout = _layout(values.size)
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(values.shape, dtype, layout=layout))
-    def round_pairs(_, values):
-        pair = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
-        how = "rn.bf16x2.f32" if dtype == jnp.bfloat16 else "rn.f16x2.f32"
-        pairs = lambda chunk: [_converted(how, pair, _at(chunk, i + 1), _at(chunk, i)) for i in range(0, CHUNK, 2)]
-        return _array([mgpu.utils.vector_concat(pairs(chunk)) for chunk in values.registers], layout)
-
-    return round_pairs(values)
 
 
 def _store(scaled, row):
@@ -181,7 +159,7 @@ def _row(x_gmem, halves_gmem, scales_gmem, *, activation, interpreted: bool):
         halves_gmem[row] = halves[0]
         _store_scale(scales_gmem, row, scales[0, :1])
         return
-    values = _activated(activation, _load(x_gmem.at[row], parts), _rounded).astype(jnp.float32)
+    values = _activated(activation, _load(x_gmem.at[row], parts)).astype(jnp.float32)
     largest = jnp.max(_magnitudes(values))
     of_row = lambda shape: _scales_of(lax.broadcast_in_dim(largest, shape, []))  # JAX has no bitcast of a scalar.
     _store(values * of_row(values.shape)[1], halves_gmem.at[row])
@@ -200,10 +178,10 @@ def _parts(activation) -> int:
     return 1 if activation is None else 2
 
 
-def _activated(activation, parts, rounded=jnp.astype):
+def _activated(activation, parts):
     if activation is None:
         return parts[0]
-    return rounded(activation(*(part.astype(jnp.float32) for part in parts)), parts[0].dtype)
+    return activation(*(part.astype(jnp.float32) for part in parts)).astype(parts[0].dtype)
 
 
 def split_rows(x, activation=None, *, params=None) -> SplitRows:
