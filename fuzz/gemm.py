@@ -263,7 +263,17 @@ def mxfp4_reference(case, x, blocks, scales):
         .reshape(len(scales), 32 * scales.shape[1])
         .T
     )
-    return [(x @ w, slack(x, w))]
+    return [(x @ w, slack(x, w) + slack_fp8(case, x, w))]
+
+
+def slack_fp8(case, x, w):
+    """How far sums in FP8 may be off, of products with e2m1 weights: of 14 bits for each 32 of K, of x within 2^-17."""
+    if case["out_dtype"] not in (None, "bfloat16"):
+        return 0.0
+    x, w = (np.abs(np.where(np.isfinite(y), y, 0.0)) for y in (x, w))
+    largest = lambda y, axis: np.maximum.reduceat(y, np.arange(0, y.shape[axis], 32), axis)
+    of_rows = x.max(1, initial=0.0, keepdims=True) * w.sum(0)
+    return 2.0**-12 * (largest(x, 1) @ largest(w, 0)) + 2.0**-17 * of_rows if x.shape[1] else of_rows
 
 
 OPS = {

@@ -1,5 +1,7 @@
 """Grouped products, and the layer of experts that is made of them."""
 
+import functools
+
 import numpy as np
 
 import cookbook
@@ -8,7 +10,7 @@ from cookbook.gemm.grouped.ragged_dot import problem
 
 from .cases import Draw, Op, Values
 from .elementwise import FLOATS, activate
-from .gemm import HALVES, TMA, ranked, slack
+from .gemm import HALVES, TMA, ranked, slack, slack_fp8
 
 BLOCK = 128
 KINDS = ("normal", "normal", "huge", "tiny", "nan")
@@ -39,13 +41,13 @@ def rows_of_groups(case: dict) -> np.ndarray:
     return np.where((np.arange(case["m"]) < ends[-1]) & (group >= 0) & (group < case["groups"]), group, -1)
 
 
-def grouped(case: dict, lhs, rhs):
-    """Products of rows and their matrices (G, K, N), and their slack: zeros where there is none."""
+def grouped(case: dict, lhs, rhs, more=lambda lhs, rhs: 0.0):
+    """Products of rows and their matrices (G, K, N), and their slack, and `more`: zeros where there is none."""
     out = np.zeros((case["m"], rhs.shape[2]))
     error, groups = np.zeros_like(out), rows_of_groups(case)
     for group in set(groups.tolist()) - {-1}:
         mine = groups == group
-        out[mine], error[mine] = lhs[mine] @ rhs[group], slack(lhs[mine], rhs[group])
+        out[mine], error[mine] = lhs[mine] @ rhs[group], slack(lhs[mine], rhs[group]) + more(lhs[mine], rhs[group])
     return out, error
 
 
@@ -211,7 +213,7 @@ def call_mxfp4(case, lhs, blocks, scales, group_sizes, group_offset=None):
 
 
 def mxfp4_reference(case, lhs, blocks, scales, group_sizes, group_offset=None):
-    return [grouped(case, lhs, widened(blocks, scales))]
+    return [grouped(case, lhs, widened(blocks, scales), functools.partial(slack_fp8, case))]
 
 
 def widened(blocks, scales):

@@ -5,7 +5,8 @@ The memory warpgroup, the ring, parts of K and the stores are the same. A comput
 weights into registers, converts them there to 16-bit floats, and multiplies them by a's tile, which the tensor cores
 read from shared memory. Meanwhile it reads the weights of the next step, and with `overlap` also converts them. A slot
 is freed when the products of its step have ended: they read the registers and the slot till then. `four_bits.py` says
-how weights of 4 bits lie and are converted; the numbers of their groups along K come with them in the slot.
+how weights of 4 bits lie and are converted; the numbers of their groups along K come with them in the slot. With
+`fp8` the rest is as here, and `halves.py` multiplies.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from ..tiles import Tiles
 from . import halves
 from .four_bits import E2M1, UNIT, Blocks, Integers, widen
 from .halves import Halves
+from .split_rows import BEYOND
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Config(PlainConfig):
                 f"{self.tile_m=}, {self.warpgroups=}, {self.tile_k=}, {self.overlap=} with fp8=True: must be 64 "
                 "columns a warpgroup, 128 or 256 values of K, and no overlap"
             )
+        if self.fp8 and self.tile_n * self.cluster_n > BEYOND:
+            raise ValueError(f"{self.tile_n=} x {self.cluster_n=} with fp8=True: must be at most {BEYOND} rows")
 
 
 def require_config(op: str, config, form: Integers | E2M1 | None = None):

@@ -4,9 +4,9 @@
     o = x @ (e2m1 * 2^e), computed as oᵀ = wᵀ xᵀ
 
 Shapes: x (M, K), w (ceil(N / 64), ceil(K / 64), 512), scales (ceil(K / 64), N), o (M, N). x is bfloat16, w uint32,
-scales uint16, o
-bfloat16, float16 or float32; sums are float32. K must be a multiple of 8, the 16 bytes of a row of x that TMA asks for.
-Weights are exact.
+scales uint16, o bfloat16, float16 or float32; sums are float32. K must be a multiple of 8, the 16 bytes of a row of x
+that TMA asks for. Weights are exact. Results in bfloat16 for few rows are products in FP8 of x in two halves
+(`halves.py`), whose sums of 32 values of K have about 14 bits.
 
 Role and barrier tables: `kernel.py`, where the operand `a` is w and the operand `b` is x; the kernel is that of
 `kernel_int8_weights.py`; `four_bits.py` says how weights lie and what becomes of them; `pack.py` packs them.
@@ -57,6 +57,8 @@ def matmul_mxfp4_weights(
 ) -> jax.Array:
     """The product of `x` and MXFP4 weights, whose values are exact; float32 sums, rounded once.
 
+    Few rows are multiplied in FP8 if the result is bfloat16, which hides what these sums lose: see `config`.
+
     `cookbook.pack_mxfp4` packs weights and scales, once, from gpt-oss's layout.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
@@ -66,10 +68,10 @@ def matmul_mxfp4_weights(
       w: (ceil(N / 64), ceil(K / 64), 512); uint32, as packed.
       scales: (ceil(K / 64), N); uint16, as packed. An N that is not a multiple of 8 costs a copy of them.
       out_dtype: bfloat16, float16 or float32; None for the dtype of `x`.
-      config: tiles, stages, cluster and order; None chooses by shape.
+      config: tiles, stages, cluster and order; None chooses by shape. With `fp8=False` products are of 16 bits.
 
     Returns:
-      (M, N) of `out_dtype`.
+      (M, N) of `out_dtype`. In FP8 a row of x with an infinity gives NaN.
 
     Raises:
       ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.

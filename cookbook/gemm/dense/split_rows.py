@@ -4,7 +4,7 @@
     x[m, k] ~ scales[m] * (high[m, k] + low[m, k])
 
 Shapes: x (M, K) bfloat16 or float16; halves (M, 2 Kp) float8_e4m3fn, a row's high ones, then its low ones; scales
-(2, M + BEYOND) float32: twice, the second time from row 1 on, because a thread loads those of two rows at once, at a
+`scales_shape(M)` float32: twice, the second time from row 1 on, because a thread loads those of two rows at once, at a
 multiple of 8 bytes; the rest is not written. Kp is K rounded up to a multiple of 32; zeros fill the rest. In each 16
 values of K, value 8 pair + 2 lane + half lies at 4 lane + 2 half + pair.
 
@@ -42,9 +42,14 @@ CHUNK = 16  # Neighbouring values of a thread.
 UNIT = 32  # Kp is a multiple of it.
 VALUES_MAX = 8192  # A row's values in registers, 64 per thread; with an activation, twice as many.
 INFINITY = 0x7F800000  # The bits of a float32.
-BEYOND = 64  # More scales than rows: a tile that begins at the last row may have as many as 48.
+BEYOND = 64  # More scales than rows: a tile that begins at the last row may have so many.
 # A branch that no thread takes: a grid has blocks. ptxas moves no arithmetic before it.
 NEVER = "{.reg .pred never; setp.eq.u32 never, $0, 0; @never exit;}"
+
+
+def scales_shape(rows: int) -> tuple[int, int]:
+    """Both copies begin at a multiple of 8 bytes."""
+    return 2, rows + rows % 2 + BEYOND
 
 
 class SplitRows(NamedTuple):
@@ -64,7 +69,7 @@ def split_rows_reference(x) -> SplitRows:
     high = jnp.where(jnp.abs(scaled) < 2.0**-6, jnp.round(scaled * 2.0**9) * 2.0**-9, normal)
     both = jnp.stack([high, scaled - high], 1).astype(jnp.float8_e4m3fn)
     both = both.reshape(len(x), x.shape[1] // 8, 2, 4, 2).transpose(0, 1, 3, 4, 2)  # (.., lane, half, pair).
-    scales = jnp.stack([jnp.pad(part, (0, x.shape[0] + BEYOND - part.size)) for part in (scales, scales[1:])])
+    scales = jnp.stack([jnp.pad(part, (0, scales_shape(len(x))[1] - part.size)) for part in (scales, scales[1:])])
     return SplitRows(both.reshape(len(x), 2 * x.shape[1]), scales)
 
 
@@ -221,7 +226,7 @@ def _call(x, activation, interpreted: bool, params):
     parts = _parts(activation)
     x = _host.pad_to_tiles(x.reshape(len(x), parts, -1), (1, 1, UNIT)).reshape(len(x), -1)
     halves = jax.ShapeDtypeStruct((len(x), x.shape[1] // parts * 2), jnp.float8_e4m3fn)
-    scales = jax.ShapeDtypeStruct((2, len(x) + BEYOND), jnp.float32)
+    scales = jax.ShapeDtypeStruct(scales_shape(len(x)), jnp.float32)
     kernel = functools.partial(_row, activation=activation, interpreted=interpreted)
     # The activation's exponentials are approximate, as its values are rounded to 16 bits. There are no barriers of
     # JAX's around stores: no thread reads what another has stored.

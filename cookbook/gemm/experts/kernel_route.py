@@ -41,7 +41,7 @@ from ..._device import WARPGROUP
 from ...select import threads
 from ...select.kernel import HIGHEST, LOWEST, from_key, to_key
 from ...select.kernel_rows import K_MAX, LANES, ROWS, layout
-from ..dense.split_rows import BEYOND, SplitRows
+from ..dense.split_rows import SplitRows, scales_shape
 from ..grouped.tables import Table, row_entries
 
 TOKENS_MAX, EXPERTS_MAX = 256, WARPGROUP  # Shared memory holds 4 bytes for each pair of them.
@@ -268,7 +268,7 @@ def route_few(
         out_type=Results(
             jax.ShapeDtypeStruct((rows * top_k,), jnp.float32), ints(num), ints(num), ints(plan.experts),
             tuple(Table(ints(plan.experts + 2), ints(n), ints(n), ints(n)) for n in entries), copies,
-            None if scales is None else jax.ShapeDtypeStruct((2, num + BEYOND), scales.dtype),
+            None if scales is None else jax.ShapeDtypeStruct(scales_shape(num), scales.dtype),
         ),
         grid=(pl.cdiv(plan.tokens, mine or plan.tokens),),
         grid_names=("block",),

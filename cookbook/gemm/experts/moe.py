@@ -13,7 +13,8 @@ packed ones of 4 bits (`packed.py`), MXFP4 as gpt-oss has them, or integers.
 The products are `ragged_dot`'s, or those of packed weights; SwiGLU is in the epilogue of the first, unless weights are
 packed or there are biases or a limit: then XLA applies it after the product, which is rounded to 16 bits before. Biases
 are added in the products of packed weights, and by XLA to others. `route.py` says which rows are a token's. The kernel
-that routes few tokens copies them there, otherwise `copy_rows` does.
+that routes few tokens copies them there, otherwise `copy_rows` does. Few rows by MXFP4 weights are multiplied in FP8:
+tokens are split before they are copied, and the kernel that splits the second product's rows applies SwiGLU.
 
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
 times, and as many rows of the result are read.

@@ -5,7 +5,8 @@
 
 Shapes: lhs (M, K), w (G, ceil(N / 64), ceil(K / 64), 512), scales (G, ceil(K / 64), N), group_sizes (G,), o (M, N). lhs
 is bfloat16, w uint32, scales uint16, o bfloat16 or float16; sums are float32. K must be a multiple of 8. Weights are
-exact.
+exact. Results in bfloat16 for few rows a group are products in FP8 of lhs in two halves (`dense/halves.py`), whose sums
+of 32 values of K have about 14 bits.
 
 Role and barrier tables: `kernel.py`; weights and scales: `dense/four_bits.py`; tiles: `plan.py`.
 
@@ -53,6 +54,8 @@ def ragged_dot_mxfp4_weights(
 ) -> jax.Array:
     """The product of `lhs` and one matrix of MXFP4 weights for each group of rows; weights are exact.
 
+    Few rows are multiplied in FP8 if the result is bfloat16, which hides what these sums lose: see `config`.
+
     `cookbook.pack_mxfp4` packs weights and scales, once, from gpt-oss's layout.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
@@ -63,10 +66,12 @@ def ragged_dot_mxfp4_weights(
       scales: (G, ceil(K / 64), N); uint16, as packed. An N that is not a multiple of 8 costs a copy of them.
       group_sizes, group_offset: as `cookbook.ragged_dot` takes them.
       out_dtype: bfloat16 or float16; None for the dtype of `lhs`.
-      config: tiles, stages, cluster and order; None for the fastest predicted ones.
+      config: tiles, stages, cluster and order; None for the fastest predicted ones. With `fp8=False` products are of
+        16 bits.
 
     Returns:
-      (M, N) of `out_dtype`, from float32 sums, rounded once; zeros in rows that belong to no group of w.
+      (M, N) of `out_dtype`, from float32 sums, rounded once; zeros in rows that belong to no group of w. In FP8 a row
+      of lhs with an infinity gives NaN.
 
     Raises:
       ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
