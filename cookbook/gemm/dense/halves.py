@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of few rows with e2m1 weights in FP8: as many as in 16 bits, with less conversion.
+"""Products of few rows with e2m1 weights in FP8: half the conversion, and half the products, of those in 16 bits.
 
 An e2m1 weight is an e4m3 number, and a bfloat16 value is the sum of two: its first four significant bits, and what is
 left. So rows of x are split once, into high and low halves times a power of two for each row (`split_rows.py`), and
@@ -62,10 +62,8 @@ class Halves(Operand):
                 plgpu.copy_gmem_to_smem(source, smem.at[0, j, pl.ds(half * rows, rows)], filled, collective_axes=shared)
 
 
-def multiply(plan: Plan, ring: Ring, before, count: int | None = None):
-    """The sums of this warpgroup's 64 columns of weights and all rows, or the first `count`; zeros for others. Its
-    steps follow `before` others in the ring."""
-    count = count or plan.config.tile_n
+def multiply(plan: Plan, ring: Ring, before):
+    """The sums of this warpgroup's 64 columns of weights and all rows. Its steps follow `before` others in the ring."""
     tiles, role, units = plan.tiles, lax.axis_index("role"), plan.tiles.tile_k // UNIT
     last = -(-tiles.k // (tiles.tile_k * plan.config.split_k)) - 1
     start, wait = (_multiplied, lambda sums: sums) if plan.interpreted else (_start, _wait)
@@ -83,7 +81,7 @@ def multiply(plan: Plan, ring: Ring, before, count: int | None = None):
         for unit in range(units):
             smem = ring.b.at[ring.slot(before + step), 0, unit * UNIT // STEP_BYTES]
             with jax.named_scope("wgmma"):
-                sums = start(plan, words[unit], smem, unit * UNIT % STEP_BYTES, count)
+                sums = start(plan, words[unit], smem, unit * UNIT % STEP_BYTES)
             if has_next and unit == units - 1:
                 following = read(step + 1)
             for of_block, scale in zip(wait(sums), _scales(exponents[unit]), strict=True):
@@ -91,12 +89,10 @@ def multiply(plan: Plan, ring: Ring, before, count: int | None = None):
         ring.release(before + step)
         return total, following
 
-    zeros = lambda count: plgpu.layout_cast(jnp.zeros((UNIT, count), jnp.float32), plgpu.Layout.WGMMA)
-    carry = lax.fori_loop(0, last, add, (zeros(count), read(0)))
+    zeros = plgpu.layout_cast(jnp.zeros(plan.compute_tile, jnp.float32), plgpu.Layout.WGMMA)
+    carry = lax.fori_loop(0, last, add, (zeros, read(0)))
     total, _ = add(last, carry, has_next=False)
-    total = total * (2.0**-E2M1_BIAS / E4M3)
-    rest = plan.config.tile_n - count
-    return jnp.concatenate([total, zeros(rest)], axis=1) if rest else total
+    return total * (2.0**-E2M1_BIAS / E4M3)
 
 
 def _scales(both):
@@ -104,9 +100,9 @@ def _scales(both):
     return [lax.bitcast_convert_type((both << by) & jnp.uint32(0x7F800000), jnp.float32) for by in (23, 15)]
 
 
-def _start(plan: Plan, words, smem, k: int, count: int):
-    """Starts the products of 64 of K, `k` and on in the piece `smem`, of `count` rows: sums for each 32, to be waited
-    for."""
+def _start(plan: Plan, words, smem, k: int):
+    """Starts the products of 64 of K, `k` and on in the piece of rows `smem`: sums for each 32, to be waited for."""
+    count = plan.config.tile_n
     sums = plgpu.ShapeDtypeStruct((UNIT, count), jnp.float32, layout=plgpu.Layout.WGMMA)
     of_words = plgpu.Layout.WG_STRIDED(words.shape, vec_size=WORDS // _device.WARPGROUP)
 
@@ -121,7 +117,7 @@ def _start(plan: Plan, words, smem, k: int, count: int):
         for part in range(UNIT // BLOCK):
             columns, total = [first[part], first[2 + part], last[part], last[2 + part]], ()
             for half in (1, 0):  # The low halves first: beside the sums of the others they would lose their last bits.
-                at = k + part * BLOCK + half * (plan.config.tile_n // 8) * ATOM
+                at = k + part * BLOCK + half * (count // 8) * ATOM
                 total = _wgmma(columns, _sum(rows, at // 16), count, total)
             found.append(_array(total, count))
         nvvm.wgmma_commit_group_sync_aligned()
@@ -182,10 +178,9 @@ def _constant(value: int, of_type):
     return llvm.ConstantOp(of_type, ir.IntegerAttr.get(of_type, value)).result
 
 
-def _multiplied(plan: Plan, words, smem, k: int, count: int):
+def _multiplied(plan: Plan, words, smem, k: int):
     """As `_start`, in float32, when it returns."""
-    both = smem[...][:, k : k + UNIT].astype(jnp.float32)
-    rows = jnp.concatenate([both[:count], both[plan.config.tile_n :][:count]])
+    rows = smem[...][:, k : k + UNIT].astype(jnp.float32)
     rows = rows.reshape(len(rows), UNIT // 16, 4, 2, 2).transpose(0, 1, 4, 2, 3).reshape(2, -1, UNIT)
     blocks = bits_in_order([plan.four_bits.pairs(words)])
     return [

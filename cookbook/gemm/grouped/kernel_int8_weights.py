@@ -16,7 +16,6 @@ from ... import _device
 from ..dense import halves
 from ..dense.kernel_int8_weights import copy_step, multiply
 from ..kernel import compute_role, memory_role
-from ..operand import Ring
 from ..plan import Plan
 from .kernel import load, store
 from .kernel_fp8 import scaled_group, scales_of_columns, scales_of_rows, spread
@@ -49,15 +48,6 @@ def bias_of(plan: Plan, tile: Tile, bias):
     return _device.load(bias.at[scaled_group(plan, tile), here], _device.ROWS)
 
 
-def in_fp8(plan: Plan, ring: Ring, tile: Tile, before):
-    """Sums of products in FP8. A tile that its group's rows fill by no more than half multiplies half of them."""
-    multiplied = functools.partial(halves.multiply, plan, ring, before)
-    half = -(-plan.config.tile_n // 16) * 8
-    if half == plan.config.tile_n:
-        return multiplied()
-    return lax.cond(tile.end - tile.start <= half, lambda: multiplied(half), multiplied)
-
-
 def run(w_gmem, lhs_gmem, table, scales, of_rows, bias, o_gmem, plan: Plan, a_smem, b_smem, filled, freed, o_smem,
         wide_smem=None, **of_groups):  # fmt: skip
     """Both kernels. `scales` are of whole columns, or None; so are `of_rows`, of rows, and `bias`."""
@@ -75,8 +65,7 @@ def run(w_gmem, lhs_gmem, table, scales, of_rows, bias, o_gmem, plan: Plan, a_sm
 
             def some():
                 if plan.config.fp8:
-                    sums = in_fp8(plan, ring, tile, before)
-                    sums = sums * spread(plan, scales_of_rows(plan, tile, of_rows, 0), 0)
+                    sums = halves.multiply(plan, ring, before) * spread(plan, scales_of_rows(plan, tile, of_rows, 0), 0)
                 else:
                     of_tile = functools.partial(multiply, plan, ring, wide_smem, before)
                     sums = pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile))
