@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of few rows with e2m1 weights in FP8: half the conversion, and half the products, of those in 16 bits.
+"""Products of few rows with e2m1 weights in FP8: as many as in 16 bits, with less conversion.
 
 An e2m1 weight is an e4m3 number, and a bfloat16 value is the sum of two: its first four significant bits, and what is
 left. So rows of x are split once, into high and low halves times a power of two for each row (`split_rows.py`), and
