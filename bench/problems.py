@@ -20,6 +20,7 @@ from bench.peers import imports
 from cookbook import _host, blackwell, elementwise
 from cookbook.blackwell import cost as blackwell_cost
 from cookbook.gemm import cost
+from cookbook.gemm.dense.four_bits import E2M1_BIAS
 from cookbook.gemm.dense.pack import shape_of
 from cookbook.gemm.experts.route import route_reference
 from cookbook.gemm.gated import plan as gated
@@ -491,7 +492,7 @@ def _matmul_int4_weights(m, n, k, target, group_size=128, **kwargs):
 
 
 def _matmul_mxfp4_weights(m, n, k, target, **kwargs):
-    op, ones = matmul_mxfp4_weights, np.full((-(-k // 64), n), 229 * 257, np.uint16)  # Scales of 1.
+    op, ones = matmul_mxfp4_weights, np.full((-(-k // 64), n), (127 + E2M1_BIAS) * 257, np.uint16)  # Scales of 1.
     reference = lambda x, w, scales, wide=None: op.matmul_mxfp4_weights_reference(x, w, scales)
     return _four_bits(op, (m, n, k), ((m, k), shape_of(n, k)), (BF16, jnp.uint32), cookbook.matmul_mxfp4_weights,
                       reference, lambda w, scales: op.widened(w, scales, BF16)[:k], op.bytes_moved(m, n, k), target,
@@ -1056,7 +1057,7 @@ def _ragged_mxfp4_weights(m, n, k, sizes, **kwargs):
     """Rates of few rows are those of reading the experts that have rows. `ragged_dot` gets weights of 16 bits."""
     op, sizes = ragged_dot_mxfp4_weights, np.asarray(sizes, np.int32)
     g, touched = len(sizes), int(np.count_nonzero(sizes))
-    ones = np.full((g, -(-k // 64), n), 229 * 257, np.uint16)  # Scales of 1.
+    ones = np.full((g, -(-k // 64), n), (127 + E2M1_BIAS) * 257, np.uint16)  # Scales of 1.
     return Case("ragged_dot_mxfp4_weights", ((m, k), (g, *shape_of(n, k))), BF16,
                 lambda lhs, w, scales, sizes, wide=None: cookbook.ragged_dot_mxfp4_weights(lhs, w, scales, sizes),
                 lambda lhs, w, scales, sizes, wide=None: op.ragged_dot_mxfp4_weights_reference(lhs, w, scales, sizes),

@@ -263,7 +263,9 @@ def mxfp4_reference(case, x, blocks, scales):
         .reshape(len(scales), 32 * scales.shape[1])
         .T
     )
-    return [(x @ w, slack(x, w) + slack_fp8(case, x, w))]
+    config = ranked(case, matmul_mxfp4_weights.ranked, *x.shape[:1], case["n"], x.shape[1])
+    config = config or matmul_mxfp4_weights.default_config(max(1, len(x)), max(1, case["n"]), max(1, x.shape[1]))
+    return [(x @ w, slack(x, w) + slack_fp8(case, x, w) * config.fp8)]
 
 
 def slack_fp8(case, x, w):

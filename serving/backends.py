@@ -131,7 +131,8 @@ def _experts(
         jax.lax.ragged_dot(a, b, routing.group_sizes, precision="highest", preferred_element_type=jnp.float32),
         bias, routing.experts,
     )  # fmt: skip
-    inner = swiglu_of(swiglu_limit)(product(x[routing.sources // top_k], w_gate_up, b_gate_up))
+    both = product(x[routing.sources // top_k], w_gate_up, b_gate_up)
+    inner = swiglu_of(swiglu_limit)(*jnp.split(both, 2, axis=-1))
     return product(inner.astype(x.dtype), w_down, b_down), routing.rows, routing.weights
 
 

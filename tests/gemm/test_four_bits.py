@@ -115,11 +115,11 @@ def test_mxfp4_keeps_every_value(k):
     blocks, scales = checkpoint(rng, 3, k, lead=(2,))
     scales = (
         scales.at[0, 0, 0]
-        .set(19)
+        .set(35)
         .at[0, 0, -1]
-        .set(152)
+        .set(147)
         .at[1]
-        .set(rng.integers(19, 153, size=(3, k // 32), dtype=np.uint8))
+        .set(rng.integers(35, 148, size=(3, k // 32), dtype=np.uint8))
     )
     values = E2M1_VALUES[np.stack([np.asarray(blocks) & 15, np.asarray(blocks) >> 4], -1)].reshape(2, 3, -1, 32)
     wanted = values * 2.0 ** (np.asarray(scales, float)[..., None] - 127)
@@ -412,6 +412,9 @@ PAIR = ones(2, 1, 1, 512, dtype=jnp.uint32), ones(2, 1, 16, dtype=jnp.uint16)  #
         (dict(w_gate_up=(PAIR[0][..., :4], PAIR[1])), r"w_gate_up\[0\].shape=.*; must be \(2, 1, 1, 512\), blocks"),
         (dict(w_down=(PAIR[0][:, :0], PAIR[1])), r"w_down\[0\].shape=.*; must be \(2, 1, 1, 512\), blocks"),
         (dict(w_gate_up=(PAIR[0], PAIR[1].astype(F32).repeat(2, 1))), "one for each group"),
+        (dict(w_gate_up=(PAIR[0], PAIR[1].repeat(2, 1))), r"scales.shape=\(2, 2, 16\).*must be \(2, 1, 16\)"),
+        (dict(w_gate_up=(PAIR[0].astype(jnp.int32), PAIR[1])), "int32.*and uint32"),
+        (dict(x=ones(4, 12)), "rows of 12 values; must be a multiple of 8"),
     ],
 )
 def test_errors_of_packed_experts_name_the_rule(change, message):

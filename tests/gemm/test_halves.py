@@ -1,5 +1,6 @@
 """Products of few rows with e2m1 weights in FP8: the order of K, every shape of a tile, roundings, errors, mutants."""
 
+import dataclasses
 import functools
 import inspect
 
@@ -24,6 +25,7 @@ from tests.gemm.test_four_bits import (
     Config,
     check_mxfp4,
     checkpoint,
+    mxfp4,
     ragged_mxfp4,
     rows_of_groups,
 )
@@ -64,6 +66,7 @@ def test_registers_have_k_in_the_order_of_split_rows():
     "m, n, k, config",
     [
         (21, 77, 200, FEW),
+        (3, 80, 544, dataclasses.replace(FEW, num_stages=2)),
         (9, 264, 544, Config(256, 8, tile_k=256, warpgroups=4, split_k=2, fp8=True)),
         (70, 136, 96, Config(128, 48, tile_k=128, split_k=2, second_kernel=True, fp8=True)),
     ],
@@ -71,6 +74,24 @@ def test_registers_have_k_in_the_order_of_split_rows():
 def test_products(m, n, k, config):
     """Rows, columns and K end within a tile, a warpgroup, a block of weights, a step; parts of K, added either way."""
     check_mxfp4(m, n, k // 32 * 32, config=config)
+
+
+@pytest.mark.parametrize("k", [8, 200, 224])
+def test_weights_beyond_k_count_for_nothing(k):
+    """They were packed for a longer K, and rows of x end in the middle of a block of them."""
+    w, scales = cookbook.pack_mxfp4(*checkpoint(np.random.default_rng(k), 80, -(-k // 64) * 64))
+    x = array(np.random.default_rng(0).normal(size=(5, k)), BF16)
+    fn = functools.partial(cookbook.matmul_mxfp4_weights, config=FEW)
+    lab.check(fn, mxfp4.matmul_mxfp4_weights_reference, x, w, scales, gpu=None)
+
+
+def test_rows_of_tiny_values():
+    w, scales = cookbook.pack_mxfp4(*checkpoint(np.random.default_rng(2), 80, 160))
+    x = array(np.random.default_rng(0).normal(size=(5, 160)) * 2.0 ** np.array([[-60], [0], [-40], [40], [-90]]), BF16)
+    out = lab.run(functools.partial(cookbook.matmul_mxfp4_weights, config=FEW), x, w, scales)
+    wanted = mxfp4.matmul_mxfp4_weights_reference(x, w, scales)
+    error = np.abs(np.float64(out) - np.float64(wanted)).max(1) / np.abs(np.float64(wanted)).max(1)
+    assert (error < 4e-3).all()
 
 
 def test_groups_in_fp8_by_default():
@@ -123,7 +144,7 @@ def test_what_is_not_finite_stays_in_its_row_and_column():
         (lambda: Config(256, 16, tile_k=128, fp8=True), "64 columns a warpgroup"),
         (lambda: Config(128, 16, tile_k=64, fp8=True), "128 or 256 values of K"),
         (lambda: Config(128, 16, tile_k=128, overlap=True, fp8=True), "no overlap"),
-        (lambda: Config(128, 48, tile_k=128, cluster_n=2, fp8=True), "at most 64 rows"),
+        (lambda: Config(128, 48, tile_k=128, cluster_n=2, fp8=True), "at most 48 rows"),
         (
             lambda: cookbook.matmul_int4_weights(
                 jnp.ones((8, 128), BF16), jnp.ones((1, 2, 512), jnp.uint32), jnp.ones((1, 16), BF16), config=FEW

@@ -86,13 +86,17 @@ def multiply(plan: Plan, ring: Ring, before):
                 following = read(step + 1)
             for of_block, scale in zip(wait(sums), _scales(exponents[unit]), strict=True):
                 total = total + of_block * _device.spread(scale, 0, of_block.shape)
+        if plan.interpreted:  # It wants to know that TMA may write what threads have read.
+            plgpu.commit_smem()
         ring.release(before + step)
         return total, following
 
     zeros = plgpu.layout_cast(jnp.zeros(plan.compute_tile, jnp.float32), plgpu.Layout.WGMMA)
     carry = lax.fori_loop(0, last, add, (zeros, read(0)))
     total, _ = add(last, carry, has_next=False)
-    return total * (2.0**-E2M1_BIAS / E4M3)
+    total = total * (2.0**-E2M1_BIAS / E4M3)
+    # XLA would multiply this number and a row's scale first, which may be 0 then. Mosaic keeps the order.
+    return lax.optimization_barrier(total) if plan.interpreted else total
 
 
 def _scales(both):

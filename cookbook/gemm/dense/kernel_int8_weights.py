@@ -28,7 +28,6 @@ from ..tiles import Tiles
 from . import halves
 from .four_bits import E2M1, UNIT, Blocks, Integers, widen
 from .halves import Halves
-from .split_rows import BEYOND
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +64,10 @@ class Config(PlainConfig):
                 f"{self.tile_m=}, {self.warpgroups=}, {self.tile_k=}, {self.overlap=} with fp8=True: must be 64 "
                 "columns a warpgroup, 128 or 256 values of K, and no overlap"
             )
-        if self.fp8 and self.tile_n * self.cluster_n > BEYOND:
-            raise ValueError(f"{self.tile_n=} x {self.cluster_n=} with fp8=True: must be at most {BEYOND} rows")
+        if self.fp8 and self.tile_n * self.cluster_n > halves.ROWS_MAX:
+            raise ValueError(
+                f"{self.tile_n=} x {self.cluster_n=} with fp8=True: must be at most {halves.ROWS_MAX} rows"
+            )
 
 
 def require_config(op: str, config, form: Integers | E2M1 | None = None):
@@ -90,19 +91,25 @@ def in_form(config: Config, form: Integers | E2M1, out_dtype, warpgroups: int | 
     )
 
 
+def in_both_forms(configs: list[Config], form: Integers | E2M1, out_dtype, warpgroups: int | None = None):
+    """`configs`, and before each the same `in_form`: those that are worth timing."""
+    both = [x for config in configs for x in (in_form(config, form, out_dtype, warpgroups), config)]
+    return list(dict.fromkeys(both))[: len(configs)]
+
+
 def plan_of(
     tiles: Tiles, w_q, a, out_dtype, interpreted: bool, stacked=False, four_bits: Integers | E2M1 | None = None
 ):
     """The plan: the weights are operand `a`, of a stack of matrices where they are `stacked`, and a is operand `b`: its
     halves if the products are in FP8."""
     c, others = tiles.config, ()
-    if interpreted:  # Its WGMMA wants both operands in shared memory, of which it has any amount: 16-bit weights.
+    if interpreted and not c.fp8:  # Its WGMMA wants 16-bit weights in shared memory too, of which it has any amount.
         wide = (c.warpgroups, c.tile_k // UNIT, c.compute_tile[0], UNIT)
         others = (("wide_smem", swizzled(wide, a.dtype, None, STEP_BYTES, interpreted)),)
     kind = Operand if four_bits is None else Blocks
     weights = kind(w_q.dtype, c.tile_m, c.tile_k, False, stacked=stacked)
     if c.fp8:
-        a, others = Halves(a.dtype, c.tile_n, c.tile_k, False, low=a.shape[1] // 2), ()
+        a = Halves(a.dtype, c.tile_n, c.tile_k, False, low=a.shape[1] // 2)
     else:
         a = Operand(a.dtype, c.tile_n, c.tile_k, False)
     return Plan(tiles, weights, a, identity, out_dtype, interpreted, others, four_bits=four_bits)

@@ -171,7 +171,7 @@ def product(op: str, x, w, of_groups, form: Integers | E2M1, sizes, out_dtype, c
     tiles, vectors = Tiles(n, m, k, config.tile_k, config, target.num_sms), {}
     if config.fp8:
         x, of_rows = split_rows(x)
-        vectors["row_scale"] = of_rows[0, :m]
+        vectors["row_scale"] = of_rows[0, :m] if config.second_kernel else of_rows.ravel()  # It begins with M of them.
     plan, w = plan_of(tiles, w, x, out_dtype, target.interpreted, four_bits=form), in_runs(w)
     of_groups = [_host.pad_to_tiles(numbers, (1, 16 // numbers.dtype.itemsize)) for numbers in of_groups]
     return fused_product(kernel, x, (w, *of_groups), vectors, plan=plan, params=_host.compiler_params())

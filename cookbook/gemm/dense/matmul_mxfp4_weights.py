@@ -17,6 +17,8 @@ Not supported: float16; batches (use `jax.vmap`); differentiation. Chapter: note
 Compute Project, "OCP Microscaling Formats (MX)" (2023); gpt-oss (2025), for the use.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -24,10 +26,9 @@ from ... import _host
 from ..references import exact_product
 from ..references import flops as flops
 from .four_bits import E2M1, E2M1_BIAS
-from .kernel_int8_weights import Config
+from .kernel_int8_weights import Config, in_both_forms
 from .matmul_int4_weights import check_sizes, product
-from .matmul_int4_weights import default_config as default_config
-from .matmul_int4_weights import ranked as ranked
+from .matmul_int4_weights import ranked as ranked_of_integers
 from .pack import e2m1
 
 BLOCK = 32  # Values of K that share a scale.
@@ -45,6 +46,18 @@ def widened(w, scales, dtype):
     exponents = jnp.repeat(exponents.astype(jnp.int32) - (127 + E2M1_BIAS), BLOCK, axis=-2)
     values = e2m1(w)[..., : scales.shape[-1], :]
     return jnp.ldexp(values.mT.astype(dtype), exponents)
+
+
+def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
+    """The configuration of the least predicted time, of results in bfloat16: for few rows it is in FP8."""
+    return ranked(m, n, k, 1, num_sms)[0]
+
+
+@functools.lru_cache(4096)
+def ranked(m: int, n: int, k: int, count: int, num_sms: int = 132) -> list[Config]:
+    """The `count` configurations of the least predicted time, the best first: those that are worth timing."""
+    dtype = jnp.dtype(jnp.bfloat16)
+    return in_both_forms(ranked_of_integers(m, n, k, count, num_sms), E2M1(dtype), dtype)
 
 
 def matmul_mxfp4_weights(

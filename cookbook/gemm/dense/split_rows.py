@@ -5,8 +5,8 @@
 
 Shapes: x (M, K) bfloat16 or float16; halves (M, 2 Kp) float8_e4m3fn, a row's high ones, then its low ones; scales
 `scales_shape(M)` float32: twice, the second time from row 1 on, because a thread loads those of two rows at once, at a
-multiple of 8 bytes; the rest is not written. Kp is K rounded up to a multiple of 32; zeros fill the rest. In each 16
-values of K, value 8 pair + 2 lane + half lies at 4 lane + 2 half + pair.
+multiple of 8 bytes; the rest is not written. Kp is K rounded up to a multiple of 64; zeros fill the rest, where packed
+weights may still have values. In each 16 values of K, value 8 pair + 2 lane + half lies at 4 lane + 2 half + pair.
 
 A row's scale brings its largest magnitude into (224, 448]; no e4m3 number is above 448. The high half is the nearest
 e4m3 number, the low half the one nearest to the remainder. Their sum equals a bfloat16 value of at least 2^-9 of the
@@ -15,7 +15,7 @@ row's largest, and is within 2^-17 of the largest of a smaller one. It is within
 
 A block has one row, which its 128 threads keep in registers. A thread loads 16 neighbouring values at a time, so
 values change places inside a thread only. Threads beyond the end of the row load its last values again and store the
-same bytes. XLA pads rows of another length than a multiple of 32, and splits those of more than 8192 values.
+same bytes. XLA pads rows of another length than a multiple of 64, and splits those of more than 8192 values.
 
 Bound by: memory; a decode step's few rows by latency.
 """
@@ -38,15 +38,15 @@ from ... import _host
 from ..._device import WARPGROUP
 
 CHUNK = 16  # Neighbouring values of a thread.
-UNIT = 32  # Kp is a multiple of it.
+UNIT = 64  # Kp is a multiple of it, as K of packed weights is.
 VALUES_MAX = 8192  # A row's values in registers, 64 per thread; with an activation, twice as many.
 INFINITY = 0x7F800000  # The bits of a float32.
 BEYOND = 64  # More scales than rows: a tile that begins at the last row may have so many.
 
 
 def scales_shape(rows: int) -> tuple[int, int]:
-    """Both copies begin at a multiple of 8 bytes."""
-    return 2, rows + rows % 2 + BEYOND
+    """Both copies begin at a multiple of 8 bytes, and a product that reads them as a vector needs no padding."""
+    return 2, pl.cdiv(rows, 32) * 32 + BEYOND
 
 
 class SplitRows(NamedTuple):

@@ -196,8 +196,8 @@ def _store_rows(plan: Plan, out: Results, scales_gmem, expert_smem, chosen_smem,
         put(out.experts, jnp.where(is_choice, row, -1), expert)
         if scales_gmem is not None:
             scale = threads.gather(scales_gmem.at[0], token, 1, plan.interpreted)
-            for i in range(2):
-                put(out.scales.at[i], jnp.where(is_choice, row - i, -1), scale)
+            for copy in range(2):
+                put(out.scales.at[copy], jnp.where(is_choice, row - copy, -1), scale)
 
     @pl.when(lax.axis_index("block") == 0)
     def _():

@@ -33,7 +33,6 @@ from jax import lax
 
 from ... import _host
 from ..dense.split_rows import split_rows
-from ..grouped.kernel_gated import swiglu
 from ..grouped.ragged_dot import default_config, ragged_dot
 from ..grouped.tables import SCANNED_MAX
 from . import packed
@@ -59,7 +58,7 @@ def moe_reference(
     def add_expert(total, expert):
         number, *parts = expert
         gate_up, down, *biases = (part.astype(dtype) for part in parts)
-        inner = swiglu_of(swiglu_limit)(affine(x, gate_up, biases[0]))
+        inner = swiglu_of(swiglu_limit)(*jnp.split(affine(x, gate_up, biases[0]), 2, axis=-1))
         out = affine(inner, down, biases[1])
         weight = jnp.where(experts == number, weights, 0).sum(-1, keepdims=True)
         return total + jnp.where(weight != 0, weight * out, 0), None
@@ -69,26 +68,18 @@ def moe_reference(
     return lax.scan(add_expert, jnp.zeros_like(x), (numbers, w_gate_up, w_down, *biases))[0]
 
 
-def swiglu_of(limit: float | None):
-    """The function of (..., 2I) values, a gate's and then an up product's, whose (..., I) values the second product
-    takes."""
-    return swiglu if limit is None else lambda both: _clamped(limit)(*jnp.split(both, 2, axis=-1))
-
-
-def _silu(gate, up):
-    """SwiGLU of a gate and an up product."""
-    return jax.nn.silu(gate) * up
-
-
 @functools.lru_cache
-def _clamped(limit: float):
-    """gpt-oss's SwiGLU of a gate and an up product."""
+def swiglu_of(limit: float | None):
+    """The function of a gate and an up product whose values the second product takes."""
+
+    def silu(gate, up):
+        return jax.nn.silu(gate) * up
 
     def clamped(gate, up):
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
 
-    return clamped
+    return silu if limit is None else clamped
 
 
 def biased(rows, bias, experts, group_offset=None):
@@ -261,7 +252,8 @@ def moe(
       swiglu_limit: above 0, where gpt-oss's SwiGLU clamps gate and up product; None for silu(gate) * up.
 
     Returns:
-      (..., H), of the dtype of `x`; sums over experts are float32, rounded once.
+      (..., H), of the dtype of `x`; sums over experts are float32, rounded once. Few rows an expert of MXFP4 weights
+      are multiplied in FP8, as by `cookbook.ragged_dot_mxfp4_weights`; there a token with an infinity gives NaN.
 
     Raises:
       ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
@@ -331,9 +323,10 @@ def _routed(x, router_logits, w_gate_up, w_down, top_k, renormalize, group_offse
     else:
         inner = affine(rows, w_gate_up, hidden, b_gate_up)
         if takes_halves(w_down, k=inner_size):
-            inner = split_rows(inner, _silu if swiglu_limit is None else _clamped(swiglu_limit))
+            inner = split_rows(inner, swiglu_of(swiglu_limit))
         else:
-            inner = swiglu_of(swiglu_limit)(inner.astype(jnp.float32)).astype(x.dtype)
+            gate, up = jnp.split(inner.astype(jnp.float32), 2, axis=-1)
+            inner = swiglu_of(swiglu_limit)(gate, up).astype(x.dtype)
     return affine(inner, w_down, inner_size, b_down).astype(x.dtype), routing.weights, places
 
 

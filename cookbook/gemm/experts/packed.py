@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from ... import _host
-from ..dense.four_bits import E2M1
 from ..dense.matmul_int4_weights import group_size_of, weights_reference
 from ..dense.matmul_mxfp4_weights import widened
 from ..dense.pack import shape_of
@@ -63,10 +62,10 @@ def product(rows, w: tuple, k: int, group_sizes, group_offset, bias):
     `rows` of K values may be `SplitRows` where `takes_halves` says so.
     """
     if isinstance(rows, SplitRows):
-        words, scales = w
-        sizes, form = (len(rows.halves), scales.shape[-1], k), E2M1(jnp.dtype(jnp.bfloat16))
-        operands = sizes, rows, words, [scales], form
-        return grouped("moe", *operands, group_sizes, group_offset, bias=bias, out_dtype=jnp.bfloat16)
+        whole = jax.ShapeDtypeStruct((len(rows.halves), k), jnp.bfloat16)
+        sizes, _, *others = checked_mxfp4("moe", whole, *w)
+        operands = sizes, rows, *others
+        return grouped("moe", *operands, group_sizes, group_offset, bias=bias, out_dtype=whole.dtype)
     if is_mxfp4(w):
         operands = checked_mxfp4("moe", rows, *w)
     else:
@@ -90,6 +89,8 @@ def sizes_of(op: str, x, w_gate_up, w_down) -> tuple[int, int]:
     if gate_up.ndim != 3 or down.ndim != 3:
         raise ValueError(f"{shapes}; scales must be (E, groups, columns), a matrix of weights for each expert")
     count, _, columns = gate_up.shape
+    if hidden % 8:
+        raise ValueError(f"{_host.PACKAGE}.{op}: x has rows of {hidden} values; must be a multiple of 8: pad them")
     if columns % 16 or (down.shape[0], down.shape[2]) != (count, hidden):
         raise ValueError(
             f"{shapes}; must be (E, groups, 2I) and (E, groups, {hidden}), of an I that is a multiple of 8: pad it"

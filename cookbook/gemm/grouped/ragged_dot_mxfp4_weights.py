@@ -16,19 +16,20 @@ Not supported: float16 rows; biases; batches (use `jax.vmap`); differentiation. 
 whose experts these are.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from ... import _host
 from ..dense.four_bits import E2M1
-from ..dense.kernel_int8_weights import Config, in_form
+from ..dense.kernel_int8_weights import Config, in_both_forms
 from ..dense.matmul_int4_weights import check_sizes
 from ..dense.matmul_mxfp4_weights import widened
 from ..references import flops as flops
 from .ragged_dot import ragged_dot_reference
-from .ragged_dot_int4_weights import default_config as of_integers
 from .ragged_dot_int4_weights import grouped
-from .ragged_dot_int4_weights import ranked as ranked
+from .ragged_dot_int4_weights import ranked as ranked_of_integers
 
 
 def ragged_dot_mxfp4_weights_reference(lhs, w, scales, group_sizes, group_offset=0):
@@ -37,9 +38,15 @@ def ragged_dot_mxfp4_weights_reference(lhs, w, scales, group_sizes, group_offset
 
 
 def default_config(m: int, n: int, k: int, num_groups: int, num_sms: int = 132) -> Config:
-    """That of integers, in FP8 for few rows; for results in bfloat16."""
+    """The configuration of the least predicted time, of results in bfloat16: for few rows it is in FP8."""
+    return ranked(m, n, k, num_groups, 1, num_sms)[0]
+
+
+@functools.lru_cache(4096)
+def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 132) -> list[Config]:
+    """The `count` configurations of the least predicted time, the best first: those that are worth timing."""
     dtype = jnp.dtype(jnp.bfloat16)
-    return in_form(of_integers(m, n, k, num_groups, num_sms), E2M1(dtype), dtype, warpgroups=4)
+    return in_both_forms(ranked_of_integers(m, n, k, num_groups, count, num_sms), E2M1(dtype), dtype, warpgroups=4)
 
 
 def ragged_dot_mxfp4_weights(
