@@ -9,7 +9,7 @@ Shapes: x (M, K) bfloat16 or float16; halves (M, 2 Kp) float8_e4m3fn, a row's hi
 
 The scales are there twice: scales[0, m] and scales[1, m - 1] are row m's. A thread loads those of two neighbouring rows
 at once, at a multiple of 8 bytes, and a group's tile may begin at any row: if that is odd, it reads the second copy.
-What lies beyond the rows is not written.
+Places beyond the rows are not written.
 
 Divided by its scale, a row's largest magnitude is in (224, 448]; 448 is the largest e4m3 number. The high half is the
 nearest e4m3 number, the low half the one nearest to the remainder. How exact their sum is depends on the value:
