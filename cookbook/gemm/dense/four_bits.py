@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights of 4 bits: how they lie, and how they become floats of 16 bits in registers.
 
-Blocks of 64 columns of w by 64 values of K lie one after the other, 2 KB each: TMA copies long runs, which the memory
-sends faster than short rows. In a block each of a warpgroup's 128 threads has 16 bytes, which it loads at once, the 32
-weights that it multiplies: pairs of neighbouring values of K, eight apart, of two columns, eight apart. A word of 32
-bits has eight weights of a column. Value
+Blocks of 64 columns of w by 64 values of K lie one after the other, 2 KB each, so TMA copies long runs: memory sends
+these faster than short rows. In a block each of a warpgroup's 128 threads has 16 bytes, which it loads at once. They
+hold the 32 weights that this thread multiplies: pairs of neighbouring values of K, eight apart, in two columns, eight
+apart. A word of 32 bits has eight weights of one column. Value
 
     column = 16 warp + 8 next + row,    k = 32 part + 8 pair + 2 lane + half
 
@@ -12,19 +12,24 @@ of a block lies in word 2 next + part of thread 32 warp + 4 row + lane, in the 1
 word by shifts and a mask, and no value moves between threads. An integer from 0 to 15 lies in bits 4 pair to
 4 pair + 3 of its half.
 
-An e2m1 value has a sign, two bits of exponent and one of mantissa, which are also the sign, the last bits of the
-exponent and the first of the mantissa of an e4m3 number: the value times 2^-6. A mask, FOURS, leaves the first two
-pairs of a word as four such numbers. The bits between hold the other two: the word shifted to the left by two, xor the
-word shifted to the right by two, has them where FOURS is. Products in FP8 (`halves.py`) take these words as they are;
-for 16 bits shifts and masks make two pairs of each.
+An e2m1 value has a sign, two bits of exponent and one of mantissa. As the sign, the last two bits of the exponent and
+the first of the mantissa of an e4m3 number they mean 2^-6 times the value. A word's bits make two words of four such
+numbers:
 
-In 16 bits an integer then is the last bits of a mantissa, a subnormal number, and an e2m1 value is the last bits of an
-exponent and the first of a mantissa, which is the value times 2^-126. A multiplication by a large power of two, part of
-the scale, makes them normal. GPUs compute with subnormal 16-bit numbers at full speed.
+    word & FOURS                                  pairs 0 and 1: in byte 2 half + pair
+    ((word << 2) ^ (word >> 2)) & FOURS           pairs 2 and 3: in byte 2 half + pair - 2
 
-Scales of groups along K multiply the weights, in 16 bits, rather than sums in float32. Each product is rounded once, so
-the weights are exactly those that a 16-bit matrix of the same values has, and sums of each group need no registers of
-their own. Powers of two are exact.
+The second pairs lie in the bits that FOURS leaves out. The xor also brings in bits of the first pairs; `pack.py`
+chooses the bits between such that it comes out right. Products in FP8 (`halves.py`) take these words as they are. For
+16 bits, shifts and masks make two pairs of each.
+
+In 16 bits, an integer becomes the last bits of a mantissa: a subnormal number. An e2m1 value becomes the sign, the last
+bits of the exponent and the first of the mantissa: the value times 2^-126. A multiplication by a large power of two,
+part of the scale, makes them normal. GPUs compute with subnormal 16-bit numbers at full speed.
+
+In 16 bits, scales of groups along K multiply the weights, not the sums. Each scaled weight is rounded once, so the
+weights are exactly those of a 16-bit matrix of the same values, and a group's sums need no registers of their own.
+Scales that are powers of two round nothing. In FP8 scales multiply sums in float32.
 """
 
 import dataclasses
@@ -65,7 +70,7 @@ class Integers:
         return ("scales", self.scale_dtype, self.group_size), *zeros
 
     def pairs(self, words):
-        """The bits of the pairs of numbers in each word: floats that are an integer times the least one."""
+        """The bits of the four pairs of numbers in each word: an integer times the smallest subnormal number."""
         return [(words >> (4 * i) if i else words) & _twice(0xF) for i in range(PAIRS)]
 
     @property
@@ -78,7 +83,11 @@ class Integers:
         return HELD if self.at_once else 0
 
     def scaled(self, values, half: int, units: int, of_groups):
-        """Half a block's K, the step's `half`th, times its scales. Sums of products are one instruction."""
+        """The weights of 32 values of K, the `half`th 32 of a step of `units` 64s: `values` times their scales.
+
+        `values` are (columns, 32) subnormal numbers, `of_groups` lists of (columns,) for each of the step's groups. A
+        product and a sum are one instruction.
+        """
         scale, *zero = (numbers[half * len(numbers) // (2 * units)] for numbers in of_groups)
         repeat = lambda numbers: _device.spread(numbers, 0, values.shape)
         least = jnp.finfo(self.dtype).smallest_subnormal
@@ -105,15 +114,17 @@ class Integers:
         return (values * scale[:, None]).astype(self.dtype) * jnp.array(2.0**-self.held, self.dtype)
 
 
-# The same of e2m1 values. More than HELD, so that sums of FP8 products times their scales do not overflow.
-E2M1_HELD = 40
-# Added to an e8m0 byte, this makes a scale 2^126 times as large, and 2^-E2M1_HELD.
+E2M1_HELD = 40  # As HELD, for e2m1; larger, so that sums of FP8 products times their scales do not overflow.
+# Added to the exponent of a scale, an e8m0 byte: 2^126 makes values normal, and they are held as 2^-E2M1_HELD.
 E2M1_BIAS = 126 - E2M1_HELD
 
 
 @dataclasses.dataclass(frozen=True)
 class E2M1:
-    """e2m1 values, times a power of two for each 32 along K: its exponent and `E2M1_BIAS`, two in 16 bits."""
+    """e2m1 values, times a power of two for each 32 along K.
+
+    16 bits hold two scales, each an e8m0 byte plus `E2M1_BIAS`: in the low byte that of a unit's first 32 values of K.
+    """
 
     dtype: jnp.dtype
     held = E2M1_HELD
@@ -121,7 +132,7 @@ class E2M1:
 
     @staticmethod
     def fours(words):
-        """The first and the last two pairs of each word as words of four e4m3 numbers: the values times `E4M3`."""
+        """Two words of four e4m3 numbers, the values times `E4M3`: pairs 0 and 1 of each word, and pairs 2 and 3."""
         return words & jnp.uint32(FOURS), ((words << 2) ^ (words >> 2)) & jnp.uint32(FOURS)
 
     def pairs(self, words):
@@ -132,7 +143,7 @@ class E2M1:
         return pairs
 
     def scaled(self, values, half: int, units: int, of_groups):
-        """Half a block's K, the step's `half`th, times its scales."""
+        """The weights of 32 values of K, the step's `half`th 32: `values`, (columns, 32), times their scales."""
         return values * _device.spread(
             lax.bitcast_convert_type(_exponents(of_groups, half), self.dtype), 0, values.shape
         )

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of few rows with e2m1 weights in FP8: as many as in 16 bits, with less conversion.
+"""Products of few rows with e2m1 weights in FP8: as many WGMMAs as in 16 bits, and fewer instructions of conversion.
 
-An e2m1 weight is an e4m3 number, and a bfloat16 value is the sum of two: its first four significant bits, and what is
-left. So rows of x are split once, into high and low halves times a power of two for each row (`split_rows.py`), and
-tensor cores multiply both by the same weights, which lie in registers four to a word.
+The bits of an e2m1 weight make an e4m3 number, 2^-6 times the weight (`four_bits.py`). A bfloat16 value is the sum of
+two e4m3 numbers: the value rounded to four significant bits, and what is left. So rows of x are split once, into high
+and low halves times a power of two for each row (`split_rows.py`), and tensor cores multiply both by the same weights,
+which lie in registers four to a word.
 
     sums of 32 of K = (e2m1 @ high + e2m1 @ low) in FP8;   total += scale of the 32 * sums, in float32
 
-Weights cannot have their scales before they are multiplied: e4m3 has not enough exponents. So each 32 of K has sums of
-its own, and a multiplication of all of them: with many rows that takes longer than it saves. Hopper's tensor cores keep
-about 14 bits of such sums, fewer than of products in 16 bits, and more than bfloat16 has.
+A weight times its scale is no e4m3 number: the range of e4m3 is too small. So each 32 of K has sums of its own, each of
+which is multiplied by a scale: with many rows that takes longer than it saves. Hopper's tensor cores keep about 14 bits
+of such sums: fewer than of products in 16 bits, and more than the 8 of a bfloat16 result.
 
-K lies in the order in which a thread has its weights: see `split_rows.py`. A thread has values 8 pair + 2 lane + half,
-and these are the four, and the four 16 later, that an FP8 product takes from it. Pallas has no product that starts anew
-or takes a part of a swizzled tile, so these are a few lines of PTX; JAX's interpreter multiplies in float32.
+WGMMA takes four registers of A from a thread for 32 values of K: values 4 lane to 4 lane + 3 of columns of w `row` and
+`row` + 8, then the values 16 later of both. A thread's words hold values 8 pair + 2 lane + half instead: pairs 0 and 1
+take the place of the first four, pairs 2 and 3 of those 16 later. The order of K does not change a sum if both operands
+have the same, so `split_rows.py` stores x in this order. Pallas's `wgmma` always adds to what its accumulator holds,
+and takes no part of a swizzled tile, so a few lines of PTX take its place. JAX's interpreter multiplies in float32.
 """
 
 import dataclasses
@@ -33,7 +36,7 @@ from ..plan import Plan
 from .four_bits import E2M1_BIAS, E4M3, UNIT, WORDS, bits_in_order
 
 BLOCK = 32  # Values of K that share a scale, and that one instruction multiplies.
-ROWS_MAX = 48  # Rows of a tile up to which products in FP8 are faster.
+ROWS_MAX = 48  # A tile of more rows is multiplied in 16 bits: to scale its sums would take longer than FP8 saves.
 ATOM = 8 * STEP_BYTES  # Bytes of 8 rows of a tile, which tensor cores read together.
 TRANSFORMS = plgpu.TilingTransform((8, STEP_BYTES)), plgpu.SwizzleTransform(STEP_BYTES)
 
@@ -42,7 +45,10 @@ llvm, nvvm = mgpu.utils.llvm, mgpu.utils.nvvm
 
 @dataclasses.dataclass(frozen=True)
 class Halves(Operand):
-    """Rows of high halves and, in the same array from column `low` on, of low ones, which follow them in a slot."""
+    """Rows of x in halves: high ones and, in the same array from column `low` on, low ones.
+
+    Each piece of a slot has the high halves of all its rows, and below them the low ones.
+    """
 
     low: int = 0
 
@@ -63,7 +69,10 @@ class Halves(Operand):
 
 
 def multiply(plan: Plan, ring: Ring, before):
-    """The sums of this warpgroup's 64 columns of weights and all rows. Its steps follow `before` others in the ring."""
+    """(64, tile_n) float32 sums of this warpgroup's 64 columns of w and all rows of the tile, in `Layout.WGMMA`.
+
+    The caller multiplies them by the scales of the rows. The steps follow `before` others in the ring.
+    """
     tiles, role, units = plan.tiles, lax.axis_index("role"), plan.tiles.tile_k // UNIT
     last = -(-tiles.k // (tiles.tile_k * plan.config.split_k)) - 1
     start, wait = (_multiplied, lambda sums: sums) if plan.interpreted else (_start, _wait)
@@ -105,7 +114,10 @@ def _scales(both):
 
 
 def _start(plan: Plan, words, smem, k: int):
-    """Starts the products of 64 of K, `k` and on in the piece of rows `smem`: sums for each 32, to be waited for."""
+    """Starts the products of 64 values of K: returns (64, tile_n) sums for each 32, to be read after `_wait`.
+
+    `words` (2, 256) are a block's words of weights; `smem` is a piece of a slot, whose values from `k` on they meet.
+    """
     count = plan.config.tile_n
     sums = plgpu.ShapeDtypeStruct((UNIT, count), jnp.float32, layout=plgpu.Layout.WGMMA)
     of_words = plgpu.Layout.WG_STRIDED(words.shape, vec_size=WORDS // _device.WARPGROUP)
@@ -119,6 +131,7 @@ def _start(plan: Plan, words, smem, k: int):
         swizzle = mgpu.dialect.SwizzlingMode.k128ByteSwizzle
         rows, found = mgpu.mma_utils.encode_descriptor(smem, 0, ATOM, swizzle), []
         for part in range(UNIT // BLOCK):
+            # A thread's words are 2 next + part, `next` being 0 for column `row` and 1 for `row` + 8.
             columns, total = [first[part], first[2 + part], last[part], last[2 + part]], ()
             for half in (1, 0):  # The low halves first: beside the sums of the others they would lose their last bits.
                 at = k + part * BLOCK + half * (count // 8) * ATOM
@@ -183,7 +196,7 @@ def _constant(value: int, of_type):
 
 
 def _multiplied(plan: Plan, words, smem, k: int):
-    """As `_start`, in float32, when it returns."""
+    """As `_start` and `_wait`, in float32."""
     rows = smem[...][:, k : k + UNIT].astype(jnp.float32)
     rows = rows.reshape(len(rows), UNIT // 16, 4, 2, 2).transpose(0, 1, 4, 2, 3).reshape(2, -1, UNIT)
     blocks = bits_in_order([plan.four_bits.pairs(words)])

@@ -4,18 +4,25 @@
     x[m, k] ~ scales[m] * (high[m, k] + low[m, k])
 
 Shapes: x (M, K) bfloat16 or float16; halves (M, 2 Kp) float8_e4m3fn, a row's high ones, then its low ones; scales
-`scales_shape(M)` float32: twice, the second time from row 1 on, because a thread loads those of two rows at once, at a
-multiple of 8 bytes; the rest is not written. Kp is K rounded up to a multiple of 64; zeros fill the rest, where packed
-weights may still have values. In each 16 values of K, value 8 pair + 2 lane + half lies at 4 lane + 2 half + pair.
+`scales_shape(M)` float32. Kp is K rounded up to a multiple of 64; zeros fill the rest, where packed weights may have
+values. In each 16 values of K, value 8 pair + 2 lane + half lies at 4 lane + 2 half + pair: `halves.py` says why.
 
-A row's scale brings its largest magnitude into (224, 448]; no e4m3 number is above 448. The high half is the nearest
-e4m3 number, the low half the one nearest to the remainder. Their sum equals a bfloat16 value of at least 2^-9 of the
-row's largest, and is within 2^-17 of the largest of a smaller one. It is within 2^-9 of a float16 value, or as near as
-2^-17 of the largest. The scale of a row with an infinity or a NaN is NaN.
+The scales are there twice: scales[0, m] and scales[1, m - 1] are row m's. A thread loads those of two neighbouring rows
+at once, at a multiple of 8 bytes, and a group's tile may begin at any row: if that is odd, it reads the second copy.
+Places beyond the rows are not written.
 
-A block has one row, which its 128 threads keep in registers. A thread loads 16 neighbouring values at a time, so
-values change places inside a thread only. Threads beyond the end of the row load its last values again and store the
-same bytes. XLA pads rows of another length than a multiple of 64, and splits those of more than 8192 values.
+Divided by its scale, a row's largest magnitude is in (224, 448]; 448 is the largest e4m3 number. The high half is the
+nearest e4m3 number, the low half the one nearest to the remainder. How exact their sum is depends on the value:
+
+    bfloat16, at least 2^-9 of the row's largest      exact
+    float16                                           within 2^-9 of the value, or 2^-17 of the row's largest
+    bfloat16, smaller                                 within 2^-17 of the row's largest
+
+The scale of a row with an infinity or a NaN is NaN.
+
+A block has one row, which its 128 threads keep in registers. A thread loads 16 neighbouring values at a time, so values
+change places only inside a thread. Threads beyond the end of the row load its last values again and store the same
+bytes. XLA pads rows whose length is not a multiple of 64, and splits rows of more than 8192 values.
 
 Bound by: memory; a decode step's few rows by latency.
 """
@@ -45,18 +52,20 @@ BEYOND = 64  # More scales than rows: a tile that begins at the last row may hav
 
 
 def scales_shape(rows: int) -> tuple[int, int]:
-    """Both copies begin at a multiple of 8 bytes, and a product that reads them as a vector needs no padding."""
+    """The shape of the scales of `rows` rows. Both copies begin at a multiple of 8 bytes, and a product that reads them as
+    a vector needs no padding."""
     return 2, pl.cdiv(rows, 32) * 32 + BEYOND
 
 
 class SplitRows(NamedTuple):
-    """Rows as halves, and their scales; see above."""
+    """Rows as halves, and their scales, in the shapes that this file's first lines give."""
 
     halves: jax.Array
     scales: jax.Array
 
 
 def split_rows_reference(x) -> SplitRows:
+    """As `split_rows`, by array operations. Scales beyond the rows are zeros."""
     x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -x.shape[1] % UNIT)))
     scales, inverse = _scales_of(_magnitudes(x).max(1))
     scaled = x * inverse[:, None]
@@ -85,7 +94,7 @@ def _scales_of(largest):
 
 
 def _layout(cols: int):
-    """Every thread has a chunk of each 128."""
+    """Chunks of a row go round the 128 threads in turn."""
     piece = WARPGROUP * CHUNK
     return plgpu.Layout.WG_STRIDED((pl.cdiv(cols, piece) * piece,), vec_size=CHUNK)
 
@@ -95,7 +104,7 @@ def _array(registers, layout):
 
 
 def _addresses(row, part: int, cols: int, kind):
-    """Where this thread's chunks of a row's `part`th `cols` values lie, vectors `kind` in global memory."""
+    """Pointers to this thread's chunks, vectors of type `kind`, of the `part`th `cols` values of a row."""
     pointer = mgpu.utils.llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(row))
     thread, num = mgpu.utils.thread_idx(), cols // CHUNK
     add = lambda a, b: arith.addi(a, mgpu.utils.c(b, a.type))
@@ -104,7 +113,7 @@ def _addresses(row, part: int, cols: int, kind):
 
 
 def _load(row, parts: int):
-    """A row in `parts` arrays of `_layout`."""
+    """A row in global memory, cut into `parts` arrays of `_layout`."""
     cols = row.shape[0] // parts
     layout = _layout(cols)
     part_type = plgpu.ShapeDtypeStruct(*layout.args, row.dtype, layout=layout)
@@ -130,7 +139,7 @@ def _at(values, i: int):
 
 
 def _store(scaled, row):
-    """Splits float32 values of `_layout` and stores the halves."""
+    """Splits float32 values of `_layout`, and stores the halves to `row` in the order that `halves.py` wants."""
     cols = row.shape[0] // 2
 
     @plgpu.inline_mgpu(arg_types=(_layout(cols), plgpu.RefType()))
@@ -192,6 +201,13 @@ def split_rows(x, activation=None, *, params=None) -> SplitRows:
         is a multiple of 8.
       activation: a function of two float32 arrays, parts of the gate and of the up product, whose values are rounded
         to the dtype of `x`. It takes zeros to zeros. Pass the same object each time: another one is compiled anew.
+      params: Mosaic's compiler parameters; None for the package's.
+
+    Returns:
+      `SplitRows`: halves (M, 2 Kp) float8_e4m3fn, and scales `scales_shape(M)` float32.
+
+    Raises:
+      RuntimeError: no GPU with Hopper's tensor cores. Callers check shapes and dtypes.
     """
     if len(x) == 0 or x.shape[1] // _parts(activation) > VALUES_MAX:
         return split_rows_reference(_activated(activation, jnp.split(x, _parts(activation), axis=1)))
