@@ -78,17 +78,17 @@ def multiply(plan: Plan, ring: Ring, before):
     start, wait = (_multiplied, lambda sums: sums) if plan.interpreted else (_start, _wait)
 
     def read(step):
-        """Words of weights, and two exponents for each column, for each 64 of K."""
+        """The slot; words of weights, and two exponents for each column, for each 64 of K."""
         slot, mine = ring.wait(before + step), pl.ds(role * UNIT, UNIT)
         exponents = [plgpu.load(ring.of_groups[0].at[slot, i, mine], layout=_device.ROWS) for i in range(units)]
         words = [words for (words,) in plan.a.words(ring.a.at[slot], role, UNIT)]
-        return words, [both.astype(jnp.uint32) for both in exponents]
+        return slot, words, [both.astype(jnp.uint32) for both in exponents]
 
     def add(step, carry, has_next: bool = True):
-        total, (words, exponents) = carry
+        total, (slot, words, exponents) = carry
         following = None
         for unit in range(units):
-            smem = ring.b.at[ring.slot(before + step), 0, unit * UNIT // STEP_BYTES]
+            smem = ring.b.at[slot, 0, unit * UNIT // STEP_BYTES]
             with jax.named_scope("wgmma"):
                 sums = start(plan, words[unit], smem, unit * UNIT % STEP_BYTES)
             if has_next and unit == units - 1:
@@ -97,7 +97,7 @@ def multiply(plan: Plan, ring: Ring, before):
                 total = total + of_block * _device.spread(scale, 0, of_block.shape)
         if plan.interpreted:  # It wants to know that TMA may write what threads have read.
             plgpu.commit_smem()
-        ring.release(before + step)
+        plgpu.barrier_arrive(ring.freed.at[slot])
         return total, following
 
     zeros = plgpu.layout_cast(jnp.zeros(plan.compute_tile, jnp.float32), plgpu.Layout.WGMMA)

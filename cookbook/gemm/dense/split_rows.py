@@ -52,8 +52,8 @@ BEYOND = 64  # More scales than rows: a tile that begins at the last row may hav
 
 
 def scales_shape(rows: int) -> tuple[int, int]:
-    """The shape of the scales of `rows` rows. Both copies begin at a multiple of 8 bytes, and a product that reads them as
-    a vector needs no padding."""
+    """The shape of the scales of `rows` rows. Both copies begin at a multiple of 8 bytes, and a product that reads them
+    as a vector needs no padding."""
     return 2, pl.cdiv(rows, 32) * 32 + BEYOND
 
 
