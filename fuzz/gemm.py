@@ -269,7 +269,8 @@ def mxfp4_reference(case, x, blocks, scales):
 
 
 def slack_fp8(case, x, w):
-    """How far sums in FP8 may be off, of products with e2m1 weights: of 14 bits for each 32 of K, of x within 2^-17."""
+    """How far a bfloat16 product in FP8 may be off, beside its rounding: by 2^-12 of the largest product of each 32 of
+    K, because the tensor cores keep about 14 bits of their sum, and by 2^-17 of a row's largest value of x."""
     if case["out_dtype"] not in (None, "bfloat16"):
         return 0.0
     x, w = (np.abs(np.where(np.isfinite(y), y, 0.0)) for y in (x, w))

@@ -1,6 +1,7 @@
 """Grouped products, and the layer of experts that is made of them."""
 
 import functools
+import inspect
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from .cases import Draw, Op, Values
 from .elementwise import FLOATS, activate
 from .gemm import HALVES, TMA, ranked, slack, slack_fp8
 
+ragged_dot_mxfp4_weights = inspect.getmodule(cookbook.ragged_dot_mxfp4_weights)
 BLOCK = 128
 KINDS = ("normal", "normal", "huge", "tiny", "nan")
 
@@ -42,7 +44,10 @@ def rows_of_groups(case: dict) -> np.ndarray:
 
 
 def grouped(case: dict, lhs, rhs, more=lambda lhs, rhs: 0.0):
-    """Products of rows and their matrices (G, K, N), and their slack, and `more`: zeros where there is none."""
+    """Products of rows and their matrices (G, K, N), and how far they may be off: by `slack` and `more` of a group's.
+
+    Rows of no group are zeros.
+    """
     out = np.zeros((case["m"], rhs.shape[2]))
     error, groups = np.zeros_like(out), rows_of_groups(case)
     for group in set(groups.tolist()) - {-1}:
@@ -213,7 +218,10 @@ def call_mxfp4(case, lhs, blocks, scales, group_sizes, group_offset=None):
 
 
 def mxfp4_reference(case, lhs, blocks, scales, group_sizes, group_offset=None):
-    return [grouped(case, lhs, widened(blocks, scales), functools.partial(slack_fp8, case))]
+    sizes = (max(1, size) for size in (case["m"], case["n"], lhs.shape[1], case["groups"]))
+    in_fp8 = ragged_dot_mxfp4_weights.default_config(*sizes).fp8
+    more = (functools.partial(slack_fp8, case),) if in_fp8 else ()
+    return [grouped(case, lhs, widened(blocks, scales), *more)]
 
 
 def widened(blocks, scales):

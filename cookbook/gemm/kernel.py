@@ -226,8 +226,8 @@ def slot_of_piece(plan: Plan, o_smem, role, number):
 def _load_vectors(plan: Plan, fused, row, col) -> dict:
     """The vectors fused with the piece at `row` and `col` of the kernel's product, in the shape of the piece.
 
-    They are whole numbers of pieces. Where they end within a tile, its pieces beyond get the last one's numbers: no
-    value of these pieces is one of the product.
+    A vector is a whole number of pieces long. Where it ends within a tile, the tile's pieces beyond it get the numbers
+    of its last piece. Nothing of these pieces is stored, because o ends before them.
     """
 
     def load(name: str):

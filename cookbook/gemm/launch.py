@@ -19,9 +19,9 @@ def fused_product(kernel, a, b, vectors: dict, *, plan: Plan, params, varies: bo
     """`activation(a @ b * scale * row_scale * col_scale + bias)`, of `a` and `b` that lie as the plan's operands say.
 
     `kernel` is that of `kernel.py`, or another with the same roles. `vectors` holds float32 "scale" (1,), "row_scale"
-    (M,), "col_scale" (N,) and "bias" (N,), or some of them. All this, M and N too, is as o has it: here is where
-    `swapped` exchanges a and b. `varies` is that of `_host.kernel`. An operand that is two arrays is a tuple of them; a
-    kernel may have several results like o, which are then a list.
+    (M,), "col_scale" (N,) and "bias" (N,), or some of them; longer ones are read as far as o goes. All this, M and N
+    too, is as o has it: here is where `swapped` exchanges a and b. `varies` is that of `_host.kernel`. An operand that
+    is two arrays is a tuple of them; a kernel may have several results like o, which are then a list.
     """
     c, t = plan.config, plan.tiles
     activation, (a, b) = plan.activation, exchanged((a, b), c.swapped)

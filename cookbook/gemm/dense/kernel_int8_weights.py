@@ -71,7 +71,10 @@ class Config(PlainConfig):
 
 
 def require_config(op: str, config, form: Integers | E2M1 | None = None):
-    """Raises a ValueError unless `config` is None or one for weights in this form, or of 8 bits."""
+    """Raises a ValueError if `config` is no configuration, or asks for FP8 and the weights are not e2m1 values.
+
+    Weights of 8 bits have no `form`.
+    """
     if _host.require_config(op, config, Config) is not None and config.fp8 and not isinstance(form, E2M1):
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {config=}; must be of fp8=False: only e2m1 weights are e4m3 numbers too"
@@ -81,7 +84,8 @@ def require_config(op: str, config, form: Integers | E2M1 | None = None):
 def in_form(config: Config, form: Integers | E2M1, out_dtype, warpgroups: int | None = None) -> Config:
     """`config`, chosen for integers, for weights in this form: few rows by e2m1 in FP8, with so many warpgroups.
 
-    Results in bfloat16 are rounded by far more than sums in FP8; those of other dtypes show what these lose.
+    Results in bfloat16 are rounded by far more than sums in FP8 lose; results of other dtypes would show the loss. A
+    tile keeps its rows: `moe` makes tables for them without asking for the form.
     """
     if not isinstance(form, E2M1) or out_dtype != jnp.bfloat16 or config.tile_n > halves.ROWS_MAX:
         return config
@@ -92,7 +96,7 @@ def in_form(config: Config, form: Integers | E2M1, out_dtype, warpgroups: int | 
 
 
 def in_both_forms(configs: list[Config], form: Integers | E2M1, out_dtype, warpgroups: int | None = None):
-    """`configs`, and before each the same `in_form`: those that are worth timing."""
+    """As many as `configs`, the best first: each of them `in_form`, and after it as it is in 16 bits."""
     both = [x for config in configs for x in (in_form(config, form, out_dtype, warpgroups), config)]
     return list(dict.fromkeys(both))[: len(configs)]
 

@@ -156,11 +156,12 @@ def _of_e2m1(pairs):
     """As `_of_integers`, so that `E2M1.fours` has the values."""
     codes = [(pair & 0x00070007) << 2 | (pair & 0x00080008) << 4 for pair in pairs]
     first, last = codes[0] | codes[1] << 8, codes[2] | codes[3] << 8
-    words, from_right = first, jnp.uint32(0x10101010)  # These of `last` come from bits to their left.
-    # A bit of `last` also has one of the word in it, which in turn may hold a bit of `last`: at most so many in a row.
-    for _ in range(NIBBLES):
+    words, from_left = first, jnp.uint32(0x10101010)  # Bits of `last` that are held two places to their left.
+    # Each bit of `last` is the xor of the bit that holds it and of another, which may hold a bit of `last` too. Chains
+    # of these have at most eight bits, and a turn sets one more of each right.
+    for _ in range(8):
         wrong = last ^ E2M1.fours(words)[1]
-        words = words ^ (wrong & ~from_right) >> 2 ^ (wrong & from_right) << 2
+        words = words ^ (wrong & ~from_left) >> 2 ^ (wrong & from_left) << 2
     return words
 
 

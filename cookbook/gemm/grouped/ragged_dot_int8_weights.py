@@ -80,8 +80,8 @@ def expected_tiles(rows: int, tile_n: int) -> float:
     return 1 + sum(1 - sizes.cdf(tiles * tile_n) for tiles in range(1, 2 * rows // tile_n + 2))
 
 
-# us of a step of 4-bit weights, and as much more for each 16,384 of them. Fitted, as the share, to times of grouped
-# MXFP4 products on one H200.
+# us of a step of 4-bit weights, and of each 16,384 of them. These and the numbers of `share` were fitted to times of
+# grouped MXFP4 products with gpt-oss's and Qwen3's experts on one H200, and not checked on other sizes.
 CONVERT_4 = 0.13, 0.28
 
 
