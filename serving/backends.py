@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import cookbook
 from cookbook.attn.cache.rope_write_kv import rope_write_kv_reference
 from cookbook.gemm.dense.matmul_int4_weights import group_size_of
-from cookbook.gemm.experts.moe import biased, swiglu_of, unweighted
+from cookbook.gemm.experts.moe import biased, unweighted
 from cookbook.gemm.experts.route import route_reference
+from cookbook.gemm.grouped.swiglu import swiglu
 from cookbook.rows.rms_norm import rms_norm_reference
 from cookbook.rows.rms_norm_of_parts import rms_norm_of_parts, rms_norm_of_parts_reference
 from serving.quantized import Packed
@@ -131,8 +132,7 @@ def _experts(
         jax.lax.ragged_dot(a, b, routing.group_sizes, precision="highest", preferred_element_type=jnp.float32),
         bias, routing.experts,
     )  # fmt: skip
-    both = product(x[routing.sources // top_k], w_gate_up, b_gate_up)
-    inner = swiglu_of(swiglu_limit)(*jnp.split(both, 2, axis=-1))
+    inner = swiglu(product(x[routing.sources // top_k], w_gate_up, b_gate_up), swiglu_limit)
     return product(inner.astype(x.dtype), w_down, b_down), routing.rows, routing.weights
 
 

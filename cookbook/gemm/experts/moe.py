@@ -34,12 +34,11 @@ from jax import lax
 from ... import _host
 from ..dense.split_rows import split_rows
 from ..grouped.ragged_dot import default_config, ragged_dot
+from ..grouped.swiglu import swiglu, swiglu_of
 from ..grouped.tables import SCANNED_MAX
 from . import packed
 from .copy_rows import copy_rows
 from .route import Routing, route, sum_of_rows, take
-
-ALPHA = 1.702  # gpt-oss's SwiGLU has gate * sigmoid(ALPHA * gate).
 
 
 def moe_reference(
@@ -58,7 +57,7 @@ def moe_reference(
     def add_expert(total, expert):
         number, *parts = expert
         gate_up, down, *biases = (part.astype(dtype) for part in parts)
-        inner = swiglu_of(swiglu_limit)(*jnp.split(affine(x, gate_up, biases[0]), 2, axis=-1))
+        inner = swiglu(affine(x, gate_up, biases[0]), swiglu_limit)
         out = affine(inner, down, biases[1])
         weight = jnp.where(experts == number, weights, 0).sum(-1, keepdims=True)
         return total + jnp.where(weight != 0, weight * out, 0), None
@@ -66,20 +65,6 @@ def moe_reference(
     numbers, zeros = group_offset + jnp.arange(w_down.shape[0]), lambda w: jnp.zeros((len(w), w.shape[2]), dtype)
     biases = (zeros(w) if b is None else b for w, b in ((w_gate_up, b_gate_up), (w_down, b_down)))
     return lax.scan(add_expert, jnp.zeros_like(x), (numbers, w_gate_up, w_down, *biases))[0]
-
-
-@functools.lru_cache
-def swiglu_of(limit: float | None):
-    """The function of a gate and an up product whose values the second product takes."""
-
-    def silu(gate, up):
-        return jax.nn.silu(gate) * up
-
-    def clamped(gate, up):
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-        return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
-
-    return silu if limit is None else clamped
 
 
 def biased(rows, bias, experts, group_offset=None):
@@ -325,8 +310,7 @@ def _routed(x, router_logits, w_gate_up, w_down, top_k, renormalize, group_offse
         if takes_halves(w_down, k=inner_size):
             inner = split_rows(inner, swiglu_of(swiglu_limit))
         else:
-            gate, up = jnp.split(inner.astype(jnp.float32), 2, axis=-1)
-            inner = swiglu_of(swiglu_limit)(gate, up).astype(x.dtype)
+            inner = swiglu(inner.astype(jnp.float32), swiglu_limit).astype(x.dtype)
     return affine(inner, w_down, inner_size, b_down).astype(x.dtype), routing.weights, places
 
 

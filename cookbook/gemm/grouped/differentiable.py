@@ -17,7 +17,7 @@ from .. import differentiable
 from ..arguments import product_sizes, require_halves, require_precision
 from ..plan import identity
 from . import arguments
-from .kernel_gated import swiglu
+from .swiglu import swiglu
 from .tables import bounds, sizes_of
 
 

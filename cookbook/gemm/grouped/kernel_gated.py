@@ -10,7 +10,6 @@ beside the tile of rows, and a compute warpgroup has an accumulator for each, as
 import functools
 
 import jax
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -20,12 +19,6 @@ from ..operand import Ring
 from ..plan import Plan
 from .kernel import load, store
 from .plan import each_tile
-
-
-def swiglu(both):
-    """(M, N) silu(gate) * up of (M, 2N) values, which hold the gate, then the up product."""
-    gate, up = lax.split(both, [both.shape[1] // 2] * 2, axis=1)
-    return jax.nn.silu(gate) * up
 
 
 def multiply_and_gate(plan: Plan, ring: Ring, before, steps, *accs):
