@@ -67,7 +67,16 @@ def check_place(answer) -> str:
 @checker
 def check_zeros(answer) -> str:
     """`answer(x, w, scales, zeros)` is the kernel `product` for groups of 64 that have zero points, (K / 64, N)."""
-    k, n = 256, 128
+    _judge_zeros(answer, 256, 128)
+    _judge_zeros(answer, 384, 64)
+    shape = jax.ShapeDtypeStruct
+    of_groups = [shape((2048 // 64, 64), jnp.bfloat16)] * 2  # The ring's stages are loaded again.
+    rows, weights = shape((16, 2048), jnp.bfloat16), shape((64, 1024), jnp.uint8)
+    judge.require_order_of(answer, rows, weights, *of_groups)
+    return "A step has two groups, the integer that is subtracted is exact, and a weight is rounded once."
+
+
+def _judge_zeros(answer, k: int, n: int) -> None:
     rng = np.random.default_rng(3)
     q = rng.integers(0, 16, (k, n))
     both = q.T.astype(np.uint8).reshape(n, -1, 2, 64)
@@ -107,8 +116,7 @@ def check_zeros(answer) -> str:
                     f"{twice.mean():.0%} of the weights were rounded twice: subtract integers first, which is exact, "
                     "and then multiply"
                 )
-        require_close(out, product(weights), tolerance, where, likely)
-    return "A step has two groups, the integer that is subtracted is exact, and a weight is rounded once."
+        require_close(out, product(weights), tolerance, f"K = {k}, N = {n}, {where}", likely)
 
 
 # Exercise 4: e2m1 as float16 ------------------------------------------------------------------------------------------
@@ -120,13 +128,14 @@ E2M1 = np.concatenate([E2M1, -E2M1])
 @checker
 def check_half(answer) -> str:
     """`answer(codes)` is a kernel: e2m1 codes (N, K) in uint16 as float16, by operations on bits and one product."""
-    for n, k in ((2, 1024), (3, 2048)):
+    for n, k in ((2, 1024), (3, 2048), _size()):
         rng = np.random.default_rng(k)
         codes = jnp.asarray(rng.permutation(np.resize(np.arange(16), n * k)).reshape(n, k), jnp.uint16)
         out = run_kernel(answer, codes)
         if out.shape != codes.shape or out.dtype != jnp.float16:
             raise NotYet(f"the result is {out.dtype} {out.shape}; it must be float16 {codes.shape}")
-        kinds = list(_kinds(judge.jaxpr_of(answer, codes)))
+        jaxpr = judge.jaxpr_of(answer, codes)
+        kinds = list(_kinds(jaxpr))
         names, factors = [kind for kind, _ in kinds], [factor for kind, factor in kinds if kind == "arithmetic"]
         if "conversion" in names:
             raise NotYet("integers are converted to floats by astype: place the bits, and multiply")
@@ -155,6 +164,10 @@ def check_half(answer) -> str:
             raise NotYet("code 8 is -0.0, and the result has another sign there")
         if not num:
             raise NotYet("no floats are multiplied, so each value is built for itself: place bits, and multiply once")
+        if factors == [2.0**-14]:
+            raise NotYet("it divides by 2^-14: multiply by 2^14, which is one instruction, and a division is many")
+        if not _stores_the_product(jaxpr):
+            raise NotYet("what it stores is not the product: place the bits, multiply, and store that")
         if factors != [2.0**14]:  # Then the bits, of values 2^-14 of the results, are only placed: none are computed.
             raise NotYet(
                 "each value is built before the multiplication: place the code's bits, which make 2^-14 of it, and "
@@ -175,6 +188,25 @@ def _kinds(jaxpr):
         is_shift = equation.primitive.name.startswith("shift_")
         factor = next((value for value in values if value is not None), None) if len(values) == 2 else None
         yield "choice" if is_shift and not known[1] else _kind(equation), factor
+
+
+def _size() -> tuple[int, int]:
+    """A size that nobody knows beforehand."""
+    return judge.drawn(lambda rng: (int(rng.integers(4, 9)), 3072), 1)[0]
+
+
+def _stores_the_product(jaxpr) -> bool:
+    """Whether all floats that are stored come from the multiplication, and nothing changes them after it."""
+    products = set()
+    for equation in judge.equations(jaxpr):
+        name, inner = equation.primitive.name, jax.extend.core.jaxprs_in_params(equation.params)
+        if _kind(equation) == "arithmetic" or any(_kind(x) == "arithmetic" for body in inner for x in body.eqns):
+            products.update(equation.outvars)
+        elif name in judge.MOVES | {"layout_cast"} and not isinstance(equation.invars[0], jax.extend.core.Literal):
+            products.update(equation.outvars if equation.invars[0] in products else ())
+        elif name == "swap" and "float" in str(equation.invars[1].aval) and equation.invars[1] not in products:
+            return False
+    return True
 
 
 def _constant(variable, constants):

@@ -19,7 +19,7 @@ COPIES = (  # Sizes of groups, and the rows of a piece.
 LEFT = (63, *range(63), 64, 200, -1, -27)  # Rows of the group that are left, of a piece of 64.
 PLAYED = ((63, 64, 37), (5, 200, 3))  # The copies of these are counted: three blocks of a kernel are played.
 # Steps of each tile, and blocks. The second of two blocks has fewer steps than its ring has stages.
-UNEQUAL = (((3, 0, 1, 1), 2), ((1, 0, 2, 1), 1))
+UNEQUAL = (((3, 0, 1, 1), 2, 192, 64), ((1, 0, 2, 1), 1, 192, 64), ((0, 4, 1, 2, 0, 1, 3), 3, 256, 128))  # (.., K, N)
 NUMBERS = "The ring wants the numbers 0, 1, 2, ... of steps from both warpgroups: which do they give it?"
 UNDRAINED = "drain the ring with the number of all steps of the block"
 
@@ -90,8 +90,8 @@ def _require_boxes(played, numbers) -> None:
 @checker
 def check_steps(answer) -> str:
     """`answer(a, b, steps, num_blocks)` is a product by tiles of 64 rows, of which tile t has `steps[t]` steps."""
-    for steps, num_blocks in UNEQUAL:
-        a, b = normal(1, (64 * len(steps), 192), jnp.bfloat16), normal(2, (192, 64), jnp.bfloat16)
+    for steps, num_blocks, k, n in UNEQUAL:
+        a, b = normal(1, (64 * len(steps), k), jnp.bfloat16), normal(2, (k, n), jnp.bfloat16)
         fn = functools.partial(answer, num_blocks=num_blocks)
         said = f"steps = {steps}, {num_blocks} blocks"
         played = judge.require_order_of(fn, a, b, jnp.asarray(steps, jnp.int32))

@@ -1,5 +1,6 @@
 """Chapter 22's exercises: a norm with its residual, a rotation to fix, gate and up in one tile, a step's time."""
 
+import functools
 import inspect
 import itertools
 
@@ -9,18 +10,22 @@ import numpy as np
 from exercises.judge import (
     NotYet,
     checker,
+    drawn,
+    jaxpr_of,
     normal,
     play_kernel,
     require_answers,
     require_close,
     run_kernel,
     speed,
+    values_loaded,
     wide,
 )
 
 import cookbook
 
 EPS = 1e-6
+ROUNDED = 1.02 * 2.0**-8  # The error of one rounding to bfloat16, and a little for float32.
 TILES = ((8, 2), (64, 16), (96, 8), (24, 12), (64, 64), (256, 32))  # Rows of each matrix, and of a piece.
 STEPS = (  # weight_bytes, token_bytes, sequences, length, rate, layers, large, small, once, large_us, small_us.
     (2_500_000_000, 32_768, 64, 320, 3.35e12, 16, 5, 4, 8, 6.5, 2.0),
@@ -36,24 +41,35 @@ STEPS = (  # weight_bytes, token_bytes, sequences, length, rate, layers, large, 
 @checker
 def check_added_norm(answer) -> str:
     """`answer(x, residual, scale)` is a kernel: the norm of residual + x in bfloat16, and the sum in float32."""
-    for rows, cols in ((3, 1024), (2, 2048)):
+    for rows, cols in ((3, 1024), (2, 2048), (2, _columns())):
         x, residual = normal(1, (rows, cols)), 2 * normal(2, (rows, cols)) + 0.5
         args = x, residual, normal(3, (cols,), jnp.bfloat16)
         _judge_added(f"with {cols} columns, ", _pair(run_kernel(answer, *args)), *args)
     if any(block.reads_back for (block, *_) in play_kernel(answer, *args)):
         raise NotYet("it stores a row and reads it back from GMEM: use the sum that is in registers.")
-    zero = jnp.zeros((2, 2048))
+    if (loaded := values_loaded(jaxpr_of(answer, *args))) > 3 * cols:
+        raise NotYet(
+            f"a block loads {loaded / cols:.3g} rows; x, residual and scale are 3: load each once, and keep the sum"
+        )
+    zero = jnp.zeros((2, cols))
     y, _ = _pair(run_kernel(answer, zero, zero, args[2]))
     require_close(y, np.zeros(y.shape), 0, "a row of zeros (eps belongs under the root, beside the mean of squares)")
-    small = 1e-3 * normal(4, (2, 2048))  # The mean of squares is about eps.
+    small = 1e-3 * normal(4, (2, cols))  # The mean of squares is about eps.
     y, _ = _pair(run_kernel(answer, small, zero, args[2]))
     _judge_norm(
         "with values around 0.001 (eps is added to the mean of squares), the norm", y, *wide(small, zero, args[2])
     )
+    y, _ = _pair(run_kernel(functools.partial(answer, eps=1e-4), small, zero, args[2]))
+    _judge_norm("with eps = 1e-4, the norm", y, *wide(small, zero, args[2]), eps=1e-4)
     praise = "The sum stays in registers between the addition and the norm: nothing reads it back."
     ours = lambda x, residual, scale: cookbook.rms_norm(x, scale, residual=residual, out_dtype=jnp.bfloat16)
     of_size = jax.ShapeDtypeStruct((8192, 2048), jnp.float32)
     return praise + speed(answer, ours, of_size, of_size, jax.ShapeDtypeStruct((2048,), jnp.bfloat16))
+
+
+def _columns() -> int:
+    """A row's length that nobody knows beforehand; a thread loads 8 values at a time."""
+    return drawn(lambda rng: 1024 * int(rng.integers(3, 7)), 1)[0]
 
 
 def _pair(found):
@@ -80,8 +96,10 @@ def _judge_added(where, found, *args):
     require_close(total, x + residual, 1e-6, where + "the sum, which the next norm adds to", likely)
 
 
-def _judge_norm(what, y, x, residual, scale):
-    total = residual + x
+def _judge_norm(what, y, x, residual, scale, eps=EPS):
+    """The tolerance is half of a step of bfloat16: y is rounded once."""
+    total, exact = residual + x, _normed(residual + x, scale, eps=eps)
+    rounded = wide(jnp.asarray(total, jnp.float32).astype(jnp.bfloat16))
     likely = (
         (_normed(x, scale), "this is the norm of x alone: add the residual before the squares."),
         (_normed(total, scale, of=x), "the root is that of x alone: the squares must be those of the sum."),
@@ -89,8 +107,12 @@ def _judge_norm(what, y, x, residual, scale):
         (_normed(total, scale, mean=np.sum), "that is the root of the sum of squares: divide it by the columns."),
         (residual + _normed(x, scale), "x is normalised, and the residual added after it: add first."),
         (total * scale, "the sum is scaled and not divided by the root of its mean square."),
+        (
+            _normed(rounded, scale, eps=eps),
+            "the sum was rounded before the norm: only y is rounded, when it is stored.",
+        ),
     )
-    require_close(y, _normed(total, scale), 1e-2, what, likely)
+    require_close(y, exact, ROUNDED, what, likely)
 
 
 # Exercise 2: a rotation to fix ----------------------------------------------------------------------------------------
@@ -99,14 +121,15 @@ def _judge_norm(what, y, x, residual, scale):
 @checker
 def check_turned(answer) -> str:
     """`answer(q, cos, sin)` is a kernel: each head of q turned by the angles of its token."""
-    for seed, shape in ((4, (128, 3, 64)), (5, (64, 2, 128))):
+    for seed, shape in ((4, (128, 3, 64)), (5, (64, 2, 128)), (6, (64, 1, _head_size()))):
         q = normal(seed, shape, jnp.bfloat16)
         positions = np.random.default_rng(seed).integers(0, 500, shape[0])  # Each token is of another sequence.
         half = shape[2] // 2
         angles = positions[:, None] * 1000.0 ** (-np.arange(half) / half)
         cos, sin = (jnp.asarray(of(angles), jnp.float32) for of in (np.cos, np.sin))
+        cos, sin = cos.at[7, 1].set(0), sin.at[7, 1].set(1)
         try:
-            out = run_kernel(answer, q, cos, sin)
+            out = run_kernel(answer, q, cos, sin, copies={"store": 2})
         except NotYet as problem:
             if "copy_smem_to_gmem read-side operations" not in str(problem):
                 raise
@@ -115,7 +138,14 @@ def check_turned(answer) -> str:
         blocks = itertools.chain(*play_kernel(answer, q, cos, sin))
         if any(block.stored or not block.count("store") for block in blocks):
             raise NotYet("a result must reach GMEM by TMA: store it in o_smem, commit it, and copy it from there.")
+        if (loaded := values_loaded(jaxpr_of(answer, q, cos, sin))) > 64 * 4 * half:
+            raise NotYet(f"a block loads {loaded // 64} values per token: each half, cos and sin once are {4 * half}.")
     return "Both halves are read before either is replaced, and TMA copies what the threads have committed."
+
+
+def _head_size() -> int:
+    """A head's size that nobody knows beforehand."""
+    return drawn(lambda rng: 16 * int(rng.choice([2, 3, 5, 6, 7])), 1)[0]
 
 
 def _judge_turned(out, *args):
@@ -125,6 +155,8 @@ def _judge_turned(out, *args):
     first, second = a * c - b * s, b * c + a * s
     even, odd = q[..., ::2], q[..., 1::2]
     neighbours = np.stack([even * c - odd * s, odd * c + even * s], axis=-1).reshape(q.shape)
+    if out.shape == q.shape and 0 < np.isnan(wide(out)).sum() <= q.shape[1]:
+        raise NotYet("where cos is 0 a result is NaN: nothing needs to be divided by cos")
     likely = (
         (join(first, b * c + first * s), "the second half is made of the first half that was turned already: both "
          "halves need the values that were loaded"),
@@ -136,7 +168,7 @@ def _judge_turned(out, *args):
         (neighbours, "neighbouring values are paired; the partner of value i is value i + D / 2"),
         (q, "nothing is turned"),
     )  # fmt: skip
-    require_close(out, join(first, second), 2**-6, f"with heads of {q.shape[2]}", likely)
+    require_close(out, join(first, second), ROUNDED, f"with heads of {q.shape[2]}", likely)
 
 
 # Exercise 3: gate and up in one tile ----------------------------------------------------------------------------------

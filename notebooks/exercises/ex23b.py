@@ -105,7 +105,7 @@ def check_packed_conv(answer) -> str:
     _judge_packed(answer, "with sequences of 15, 2, 15 and 16", [15, 2, 15, 16])
     # The NaN is in the rows before the second part, which begins with another sequence's second row.
     _judge_packed(answer, "with sequences of 15, 17 and 16", [15, 17, 16], nan=14)
-    _judge_packed(answer, "with sequences of 1 to 8", lengths := _lengths(), nan=lengths[0] - 1)
+    _judge_packed(answer, "with sequences of 1 to 8", lengths := _lengths(), 80, 3 * TILE, nan=lengths[0] - 1)
     return "A row stays in the window for three more rows, or until its sequence ends." + speed(
         lambda x, w: answer(x, w, jnp.arange(len(x), dtype=jnp.int32) // 4096 * 4096),
         lambda x, w: cookbook.causal_conv1d(x[None], w.T, activation="silu"),
@@ -118,11 +118,11 @@ def _lengths() -> list[int]:
     return drawn(lambda rng: [int(n) for n in rng.integers(1, 9, 40)], 1)[0]
 
 
-def _judge_packed(answer, where: str, sizes, length: int = 48, nan: int | None = None) -> None:
+def _judge_packed(answer, where: str, sizes, length=48, columns=2 * TILE, nan: int | None = None) -> None:
     """`nan`: the last row of a sequence, which no other may see."""
     starts = np.cumsum([0, *sizes])
     first_of, rows = np.repeat(starts[:-1], sizes)[:length], np.arange(length)
-    x, w = normal(4, (length, 2 * TILE), jnp.bfloat16), normal(5, (WIDTH, 2 * TILE), jnp.bfloat16)
+    x, w = normal(4, (length, columns), jnp.bfloat16), normal(5, (WIDTH, columns), jnp.bfloat16)
     x = x if nan is None else x.at[nan].set(jnp.nan)
     args = x, w, jnp.asarray(first_of, jnp.int32)
     out = run_kernel(answer, *args)

@@ -35,6 +35,15 @@ exercise-3
   zeros[1::2] => zeros[::2]  # the zero points of its first
   scales[::2], scales[1::2], zeros[::2], zeros[1::2] => scales[1::2], scales[::2], zeros[1::2], zeros[::2]
     # are exchanged
+  return product(x, w, *of_steps, widen=widen) => assert x.shape[1] == 256; return product(x, w, *of_steps, widen=widen)
+    # AssertionError
+  product(x, w, *of_steps, widen=widen) => product(x, w, *of_steps, widen=widen, num_stages=3)  # Right.
+  return product(x, w, *of_steps, widen=widen) => from unittest import mock
+    \n    with mock.patch.object(plgpu, "wgmma_wait", lambda *_: None): return product(x, w, *of_steps, widen=widen)
+    # wgmma_wait
+  return product(x, w, *of_steps, widen=widen) => from unittest import mock
+    \n    with mock.patch.object(Ring, "acquire", lambda ring, i: i % 8): return product(x, w, *of_steps, widen=widen)
+    # stage
   lambda x, w, scales, zeros: x @ jnp.zeros((256, len(w)), x.dtype)  # must be a kernel
 exercise-4
   (bits & 7) << 9 | (bits & 8) << 12 => (bits & 7) * 512 + (bits & 8) * 4096  # Right.
@@ -63,6 +72,15 @@ exercise-4
     bits = (m << 9) + 0x3600 * (m & 1 | more) + 0x200 * more | (bits & 8) << 12
     && halves * jnp.float16(2.0**14) => halves * jnp.float16(1.0)  # built before the multiplication
   halves * jnp.float16(2.0**14) => halves * jnp.full(halves.shape, 2.0**14, jnp.float16)  # Right.
+  halves * jnp.float16(2.0**14) => jnp.multiply(halves, 2.0**14)  # Right.
+  halves * jnp.float16(2.0**14) => halves / jnp.float16(2.0**-14)  # it divides
+  bits = (bits & 7) << 9 | (bits & 8) << 12 => m = bits & 7; more = m >> 1 & 1 | m >> 2; none = bits ^ bits;
+    bits = (m << 9) + 0x3600 * (m & 1 | more) + 0x200 * more | (bits & 8) << 12
+    && o_gmem[row] = halves * jnp.float16(2.0**14) => o_gmem[row] = halves;
+    o_gmem[row] = lax.bitcast_convert_type(lax.bitcast_convert_type(
+    lax.bitcast_convert_type(none, jnp.float16) * jnp.float16(2.0**14), jnp.uint16) | bits, jnp.float16)
+    # is not the product
+  (len(codes),) => (3,)  # reaches beyond the end
   (len(codes),) => (1,)  # never written
   lambda codes: codes.astype(jnp.float16)  # must be a kernel
 """

@@ -21,6 +21,11 @@ exercise-1
   (1 / total.size) => (1 / 1024)  # with 2048 columns, the norm
   total_gmem[row] = total => pass && total = x + load(residual_gmem.at[row]) => total_gmem[row] = x +
     load(residual_gmem.at[row])\n        total = load(total_gmem.at[row])  # reads it back
+  (total * inverse * scale) => (total.astype(jnp.bfloat16).astype(jnp.float32) * inverse * scale)  # only y is rounded
+  total_gmem[row] = total => total_gmem[row] = x + load(residual_gmem.at[row])  # 4 rows
+  (1 / total.size) => (1 / (total.size - 8))  # the norm: element
+  (1 / total.size) => {1024: 1 / 1024, 2048: 1 / 2048}[total.size]  # KeyError
+  + eps) => + 1e-6)  # with eps = 1e-4
   load(residual_gmem.at[row]) => load(residual_gmem)  # cannot be compiled for a GPU
   load(residual_gmem.at[row]) => load(residual_gmem.at[row + 1])  # beyond the end
   lambda x, residual, scale: added_norm(x, residual, scale)[0]  # two arrays
@@ -37,6 +42,13 @@ exercise-2
   a, b = a * c - b * s, b * c + a * s => b, a = a * c - b * s, b * c + a * s  # each other's place
   a, b = a * c - b * s, b * c + a * s => a, b = a * c - a * s, b * c + b * s  # meets itself
   a, b = a * c - b * s, b * c + a * s => pass  # nothing is turned
+  a, b = a * c - b * s, b * c + a * s => a = a * c - b * s; b = (b + s * a) / c  # where cos is 0
+  a, b = a * c - b * s, b * c + a * s => a, b, c, s = (t.astype(q.dtype) for t in (a, b, c, s))
+    \n        a, b = a * c - b * s, b * c + a * s  # element
+  a, b = a * c - b * s, b * c + a * s => first = a * c - b * s
+    \n        a, b = first, b * c + read(of_head.at[:, pl.ds(0, half)]) * s  # values per token
+  for part in range(2): => for part in (0, 1, 0, 1):  # copies to GMEM, and 2 would do
+  half = q.shape[2] // 2 => half = {64: 32, 128: 64}[q.shape[2]]  # KeyError
   a, b = a * c - b * s, b * c + a * s => a, b = a * c, b * c  # element
   read(sin_gmem.at[tokens]) => read(sin_gmem.at[pl.ds(0, 64)])  # heads of 64: element (64,
   plgpu.commit_smem() => pass  # commit what you have stored

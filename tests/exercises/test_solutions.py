@@ -102,7 +102,7 @@ def test_skeleton_is_turned_down_and_solution_accepted(stem, cell, monkeypatch):
 
 def _turn_down_what_is_no_answer_anywhere(stem, cell, call, names, monkeypatch):
     """Wrong in each exercise: a function that returns nothing or a text, raises or never ends; for a kernel, what XLA
-    computes, before it, after it or alone."""
+    computes, before it, after it or alone, and a kernel for one shape only."""
     check, answer = (eval(text, names) for text in call.removesuffix(")").split("(", 1))
     if not inspect.isroutine(answer):
         return
@@ -118,6 +118,8 @@ def _turn_down_what_is_no_answer_anywhere(stem, cell, call, names, monkeypatch):
     if LAUNCHES.search(EXERCISES[stem, cell].solution):
         wrong[lambda *args, **kwargs: args[-1]] = "must be a kernel"
         wrong[lambda *args, **kwargs: jax.tree.map(lambda x: x * 1, answer(*args, **kwargs))] = "outside of the kernel"
+        if (stem, cell) not in OF_ONE_SHAPE:
+            wrong[for_one_shape(answer)] = "another shape"
     for other, said in wrong.items():
         verdict = check(other)
         assert not verdict and said in verdict.text and "\n" not in verdict.text, verdict
@@ -125,6 +127,25 @@ def _turn_down_what_is_no_answer_anywhere(stem, cell, call, names, monkeypatch):
     assert "has not ended after 0.2 s" in check(loops).text
 
 
+def for_one_shape(answer):
+    """`answer`, of no other shapes than those with which it is called first."""
+    seen = []
+
+    def checked(*args, **kwargs):
+        seen.append([x.shape for x in jax.tree.leaves(args) if hasattr(x, "shape")])
+        if seen[-1] != seen[0]:
+            raise ValueError("another shape")
+        return answer(*args, **kwargs)
+
+    return checked
+
+
+# The chapter's constants are the shapes, or the task names them.
+OF_ONE_SHAPE = {
+    ("13b_equal_parts", "exercise-last-block"), ("15b_engine", "exercise-4"), ("17b_delta_rule", "exercise-2"),
+    ("17b_delta_rule", "exercise-4"), ("19_blackwell", "exercise-commit"), ("19b_pairs", "exercise-order"),
+    ("21_lifting", "exercise-3-cell"),
+}  # fmt: skip
 LAUNCHES = re.compile(r"(?m)^    (return|out|out, _ =|kernel =)?.*\b(kernel|launch|per_row)\(")
 
 
