@@ -264,15 +264,20 @@ def mxfp4_reference(case, x, blocks, scales):
         .T
     )
     config = ranked(case, matmul_mxfp4_weights.ranked, *x.shape[:1], case["n"], x.shape[1])
-    config = config or matmul_mxfp4_weights.default_config(max(1, len(x)), max(1, case["n"]), max(1, x.shape[1]))
-    return [(x @ w, slack(x, w) + slack_fp8(case, x, w) * config.fp8)]
+    in_fp8 = config.fp8 if config else is_fp8(case, matmul_mxfp4_weights.default_config, len(x), case["n"], x.shape[1])
+    return [(x @ w, slack(x, w) + slack_fp8(x, w) * in_fp8)]
 
 
-def slack_fp8(case, x, w):
-    """How far a bfloat16 product in FP8 may be off, beside its rounding: by 2^-12 of the largest product of each 32 of
-    K, because the tensor cores keep about 14 bits of their sum, and by 2^-17 of a row's largest value of x."""
-    if case["out_dtype"] not in (None, "bfloat16"):
-        return 0.0
+def is_fp8(case: dict, default_config, *sizes) -> bool:
+    """Whether a product without a configuration may be one in FP8: on an H200, or in the interpreter, of 4 SMs."""
+    sizes = [max(1, size) for size in sizes]
+    is_halved = any(default_config(*sizes, num_sms).fp8 for num_sms in (132, 4))
+    return is_halved and case["out_dtype"] in (None, "bfloat16")
+
+
+def slack_fp8(x, w):
+    """How far a product in FP8 may be off, beside its rounding: by 2^-12 of the largest product of each 32 of K,
+    because the tensor cores keep about 14 bits of their sum, and by 2^-17 of a row's largest value of x."""
     x, w = (np.abs(np.where(np.isfinite(y), y, 0.0)) for y in (x, w))
     largest = lambda y, axis: np.maximum.reduceat(y, np.arange(0, y.shape[axis], 32), axis)
     of_rows = x.max(1, initial=0.0, keepdims=True) * w.sum(0)

@@ -1,6 +1,5 @@
 """Grouped products, and the layer of experts that is made of them."""
 
-import functools
 import inspect
 
 import numpy as np
@@ -11,7 +10,7 @@ from cookbook.gemm.grouped.ragged_dot import problem
 
 from .cases import Draw, Op, Values
 from .elementwise import FLOATS, activate
-from .gemm import HALVES, TMA, ranked, slack, slack_fp8
+from .gemm import HALVES, TMA, is_fp8, ranked, slack, slack_fp8
 
 ragged_dot_mxfp4_weights = inspect.getmodule(cookbook.ragged_dot_mxfp4_weights)
 BLOCK = 128
@@ -218,9 +217,8 @@ def call_mxfp4(case, lhs, blocks, scales, group_sizes, group_offset=None):
 
 
 def mxfp4_reference(case, lhs, blocks, scales, group_sizes, group_offset=None):
-    sizes = (max(1, size) for size in (case["m"], case["n"], lhs.shape[1], case["groups"]))
-    in_fp8 = ragged_dot_mxfp4_weights.default_config(*sizes).fp8
-    more = (functools.partial(slack_fp8, case),) if in_fp8 else ()
+    sizes = case["m"], case["n"], lhs.shape[1], case["groups"]
+    more = (slack_fp8,) if is_fp8(case, ragged_dot_mxfp4_weights.default_config, *sizes) else ()
     return [grouped(case, lhs, widened(blocks, scales), *more)]
 
 

@@ -3,8 +3,8 @@
 
 `kernel.py` is the kernel that all but the rungs are built on, `plan.py` says how it cuts a product up, `launch.py`
 launches it, and `cost.py` chooses its configuration. Narrow formats have `dense/kernel_int8_weights.py`, which converts
-weights of 8 or 4 bits (`dense/four_bits.py`) in registers, and `grouped/kernel_fp8.py`, which scales sums: a new format
-goes beside them.
+weights of 8 or 4 bits (`dense/four_bits.py`) in registers, `dense/halves.py`, which multiplies e2m1 weights in FP8, and
+`grouped/kernel_fp8.py`, which scales sums: a new format goes beside them.
 """
 
 from .dense import matmul as matmul

@@ -57,7 +57,7 @@ def fused_product(kernel, a, b, vectors: dict, *, plan: Plan, params, varies: bo
 
 
 def launch(body, plan: Plan, out_type, grid: dict[str, int], scratch: dict, params, varies: bool = True):
-    """`_host.kernel` of a `body` with these roles: a memory warpgroup after two compute warpgroups."""
+    """`_host.kernel` of a `body` with these roles: a memory warpgroup after the compute warpgroups."""
     return _host.kernel(
         body,
         varies=varies,

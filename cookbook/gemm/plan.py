@@ -58,7 +58,7 @@ class Plan:
     interpreted: bool
     others: tuple[tuple[str, Any], ...] = ()  # Further scratch of this kernel, not counted in `smem_bytes`.
     num_sums: int = 1  # Sums that a value of o is made of. Those of a warpgroup lie one below the other.
-    four_bits: Any = None  # The format of operand a, if its values have 4 bits: a `FourBits` of `dense/four_bits.py`.
+    four_bits: Any = None  # The format of operand a, if its values have 4 bits: `Integers` or `E2M1`.
 
     @property
     def config(self) -> Config:

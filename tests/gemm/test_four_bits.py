@@ -14,6 +14,7 @@ import lab
 from cookbook import _device, _host
 from cookbook.gemm.dense import four_bits, kernel_int8_weights, pack
 from cookbook.gemm.dense.four_bits import E2M1, Integers
+from cookbook.gemm.experts import packed
 from tests import ptx
 from tests.arrays import array
 
@@ -374,6 +375,43 @@ def test_experts_of_gpt_oss(count):
     lab.check(fn, reference, x, logits, weights, biases, gpu=None, tolerance=6e-3)  # Rounded between the products.
 
 
+@pytest.mark.parametrize("count, inner", [(2, 0), (0, 32)])
+def test_experts_of_no_values_and_no_experts(count, inner):
+    rng, hidden = np.random.default_rng(5), 64
+    empty = lambda n, k: (jnp.zeros((count, n, k // 32, 16), jnp.uint8), jnp.zeros((count, n, k // 32), jnp.uint8))
+    weights = cookbook.pack_mxfp4(*empty(2 * inner, hidden)), cookbook.pack_mxfp4(*empty(hidden, inner))
+    x, logits = array(rng.normal(size=(4, hidden)), BF16), array(rng.normal(size=(4, max(count, 2))), F32)
+    bias = array(rng.normal(size=(count, hidden)), F32)
+    fn = lambda x, logits, bias, *weights: cookbook.moe(x, logits, *weights, b_down=bias, top_k=1, group_offset=0)
+    wanted = np.float64(bias)[np.argmax(logits, axis=1)] if count else np.zeros((4, hidden))
+    np.testing.assert_allclose(np.float64(lab.run(fn, x, logits, bias, *weights)), wanted, rtol=2.0**-8)
+
+
+def test_a_token_that_is_not_finite_stays_alone():
+    """In products in FP8, one after the other, of experts that the routing kernel takes or does not take."""
+    rng, hidden, inner = np.random.default_rng(5), 64, 32
+    for count in (3, 130):
+        weights = [cookbook.pack_mxfp4(*checkpoint(rng, *size, lead=(count,))) for size in ((64, hidden), (64, inner))]
+        x = array(rng.normal(size=(6, hidden)), BF16).at[2, 7].set(jnp.nan).at[4, 33].set(jnp.inf)
+        logits = array(rng.normal(size=(6, count)), F32)
+        assert all(packed.takes_halves(w, 12, k, 4) for w, k in zip(weights, (hidden, inner), strict=True))
+        out, wanted = (
+            np.float64(fn(x, logits, *weights, top_k=2)) for fn in (in_interpreter(cookbook.moe), moe_in_float32)
+        )
+        fine = np.isfinite(out)
+        np.testing.assert_array_equal(fine, np.repeat([[True, True, False, True, False, True]], hidden, 0).T)
+        error = np.linalg.norm((out - wanted)[fine[:, 0]])
+        assert error < 6e-3 * np.linalg.norm(wanted[fine[:, 0]])
+
+
+def in_interpreter(fn):
+    return lambda *args, **kwargs: lab.run(functools.partial(fn, **kwargs), *args)
+
+
+def moe_in_float32(x, *args, **kwargs):
+    return module_of_experts.moe_reference(x.astype(F32), *args, **kwargs)
+
+
 def test_experts_with_more_tokens_than_the_mean_have_one_tile():
     """gpt-oss's 64 tokens are 8 rows per expert; tiles of 8 rows would convert half of the experts' weights twice."""
     config = ragged_mxfp4.default_config(256, 5760, 2880, 32)
@@ -414,6 +452,7 @@ PAIR = ones(2, 1, 1, 512, dtype=jnp.uint32), ones(2, 1, 16, dtype=jnp.uint16)  #
         (dict(w_gate_up=(PAIR[0], PAIR[1].astype(F32).repeat(2, 1))), "one for each group"),
         (dict(w_gate_up=(PAIR[0], PAIR[1].repeat(2, 1))), r"scales.shape=\(2, 2, 16\).*must be \(2, 1, 16\)"),
         (dict(w_gate_up=(PAIR[0].astype(jnp.int32), PAIR[1])), "int32.*and uint32"),
+        (dict(w_gate_up=(*PAIR, PAIR[1])), r"w_gate_up has scales of uint16, .* and zeros; must be \(w, scales\)"),
         (dict(x=ones(4, 12)), "rows of 12 values; must be a multiple of 8"),
     ],
 )

@@ -38,7 +38,7 @@ def sums_of_an_instruction(word, part: int):
     first, last = (np.asarray(x).reshape(4, 8, 4, 4) for x in E2M1.fours(jnp.asarray(word)))
     out = np.zeros((64, 32))
     for warp, row, lane in np.ndindex(4, 8, 4):
-        registers = [x[warp, row, lane, 2 * following + part] for x in (first, last) for following in range(2)]
+        registers = halves.registers_of(first[warp, row, lane], last[warp, row, lane], part)
         for i, register in enumerate(registers):
             number = np.uint32([register]).view(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float)
             at = 16 * (i // 2) + 4 * lane
@@ -69,6 +69,7 @@ def test_registers_have_k_in_the_order_of_split_rows():
         (3, 80, 544, dataclasses.replace(FEW, num_stages=2)),
         (9, 264, 544, Config(256, 8, tile_k=256, warpgroups=4, split_k=2, fp8=True)),
         (70, 136, 96, Config(128, 48, tile_k=128, split_k=2, second_kernel=True, fp8=True)),
+        (20, 520, 160, dataclasses.replace(FEW, cluster_m=2, cluster_n=2)),
     ],
 )
 def test_products(m, n, k, config):
@@ -134,6 +135,7 @@ def test_every_tile_compiles_without_spills(rows):
     kernel = lab.compile_for("h200", fn, *(jax.ShapeDtypeStruct(*x) for x in avals)).kernels[-1]
     starts = kernel.sass.count("RZ, !UPT"), kernel.sass.count(f"QGMMA.64x{rows}x32.F32.E4M3.E4M3")
     assert starts[1] == 2 * starts[0] == 16 and "HMUL2" not in kernel.sass
+    assert not kernel.remarks
     assert kernel.spill_bytes <= (8 if rows == 48 else 0)  # Two registers, stored before the loop and read after it.
 
 
@@ -153,7 +155,8 @@ def test_what_is_not_finite_stays_in_its_row_and_column():
         (lambda: Config(256, 16, tile_k=128, fp8=True), "64 columns a warpgroup"),
         (lambda: Config(128, 16, tile_k=64, fp8=True), "128 or 256 values of K"),
         (lambda: Config(128, 16, tile_k=128, overlap=True, fp8=True), "no overlap"),
-        (lambda: Config(128, 48, tile_k=128, cluster_n=2, fp8=True), "at most 48 rows"),
+        (lambda: Config(128, 48, tile_k=128, cluster_n=2, fp8=True), "at most 48 rows; take fewer, or fp8=False"),
+        (lambda: Config(256, 24, tile_k=256, warpgroups=4, fp8=True), "at most 16 rows, 128 values of K or 2 warp"),
         (
             lambda: cookbook.matmul_int4_weights(
                 jnp.ones((8, 128), BF16), jnp.ones((1, 2, 512), jnp.uint32), jnp.ones((1, 16), BF16), config=FEW

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import lab
+from cookbook.gemm.dense.split_rows import scales_shape, split_rows_reference
 from cookbook.gemm.experts import kernel_route
 from cookbook.gemm.grouped import tables
 from tests.arrays import array
@@ -90,6 +91,32 @@ def test_the_route_compiles_for_an_h200(tokens, experts, top_k):
     routed = lambda logits: module.route(logits, top_k, tiles=TILES)
     compiled = lab.compile_for("h200", routed, jax.ShapeDtypeStruct((tokens, experts), jnp.float32))
     assert compiled.spill_bytes == 0 and "MEMBAR" not in compiled.sass
+
+
+def test_split_tokens_are_copied_with_both_scales_of_each_row():
+    """Row m's scale is scales[0, m] and scales[1, m - 1]; experts' rows begin at odd places, too."""
+    rng = np.random.default_rng(2)
+    x = array(rng.normal(size=(37, 160)) * 2.0 ** rng.integers(-20, 20, size=(37, 1)), jnp.bfloat16)
+    logits, split = array(rng.normal(size=(37, 5)), jnp.float32), split_rows_reference(x)
+    with lab.interpret() as seen:
+        found = jax.tree.map(np.asarray, routing.route(logits, 2, tiles=TILES, x=split))
+    assert not seen.races_found and any(np.cumsum(found.group_sizes.sizes)[:-1] % 2)
+    tokens, num = found.sources // 2, found.sources.size
+    as_bytes = lambda halves: np.asarray(halves).view(np.uint8)
+    np.testing.assert_array_equal(as_bytes(found.copies.halves), as_bytes(split.halves)[tokens])
+    scales = np.asarray(split.scales)[0, tokens]
+    assert found.copies.scales.shape == scales_shape(num)
+    np.testing.assert_array_equal(found.copies.scales[0, :num], scales)
+    np.testing.assert_array_equal(found.copies.scales[1, : num - 1], scales[1:])
+
+
+def test_rows_of_any_length_lower():
+    """TMA copies at most 256 pieces along an axis: rows of 257 are left to `copy_rows`."""
+    for hidden in (2048, 2056):
+        shapes = (64, hidden), (64, 32), (32, hidden, 32), (32, 16, hidden)
+        avals = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        text = lowered(functools.partial(moe, top_k=4), *avals).as_text()
+        assert ("copy_rows" in text) == (hidden == 2056)
 
 
 def test_the_route_lowers_for_any_number_of_experts():

@@ -43,14 +43,14 @@ TRANSFORMS = plgpu.TilingTransform((8, STEP_BYTES)), plgpu.SwizzleTransform(STEP
 llvm, nvvm = mgpu.utils.llvm, mgpu.utils.nvvm
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Halves(Operand):
     """Rows of x in halves: high ones and, in the same array from column `low` on, low ones.
 
     Each piece of a slot has the high halves of all its rows, and below them the low ones.
     """
 
-    low: int = 0
+    low: int
 
     @property
     def copies(self) -> int:
@@ -131,8 +131,7 @@ def _start(plan: Plan, words, smem, k: int):
         swizzle = mgpu.dialect.SwizzlingMode.k128ByteSwizzle
         rows, found = mgpu.mma_utils.encode_descriptor(smem, 0, ATOM, swizzle), []
         for part in range(UNIT // BLOCK):
-            # A thread's words are 2 next + part, `next` being 0 for column `row` and 1 for `row` + 8.
-            columns, total = [first[part], first[2 + part], last[part], last[2 + part]], ()
+            columns, total = registers_of(first, last, part), ()
             for half in (1, 0):  # The low halves first: beside the sums of the others they would lose their last bits.
                 at = k + part * BLOCK + half * (count // 8) * ATOM
                 total = _wgmma(columns, _sum(rows, at // 16), count, total)
@@ -141,6 +140,12 @@ def _start(plan: Plan, words, smem, k: int):
         return tuple(found)
 
     return run(smem, *plan.four_bits.fours(words))
+
+
+def registers_of(first, last, part: int) -> list:
+    """A thread's registers of A for 32 values of K, the `part`th of 64, from the first and the last four weights of its
+    four words. Word 2 next + part is of column `row` or, if `next` is 1, of `row` + 8."""
+    return [fours[2 * following + part] for fours in (first, last) for following in range(2)]
 
 
 def _wait(sums):

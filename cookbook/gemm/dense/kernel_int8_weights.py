@@ -36,7 +36,7 @@ class Config(PlainConfig):
     and `tile_n` rows of a."""
 
     swapped: bool = True
-    tile_k: int = 128  # Values of K per step, and bytes of each row of weights.
+    tile_k: int = 128  # Values of K per step.
     overlap: bool = False  # Weights are converted while products of the step before run, which helps in a single wave.
     fp8: bool = False  # MXFP4 weights of few rows: products in FP8 (`halves.py`), of 64 columns a warpgroup.
     # Warpgroups that convert and multiply. Each waits for its weights and its products; with more of them others have
@@ -66,7 +66,13 @@ class Config(PlainConfig):
             )
         if self.fp8 and self.tile_n * self.cluster_n > halves.ROWS_MAX:
             raise ValueError(
-                f"{self.tile_n=} x {self.cluster_n=} with fp8=True: must be at most {halves.ROWS_MAX} rows"
+                f"{self.tile_n=} x {self.cluster_n=} with fp8=True: must be at most {halves.ROWS_MAX} rows; take "
+                "fewer, or fp8=False"
+            )
+        if self.fp8 and self.tile_k == 256 and self.warpgroups == 4 and self.tile_n > 16:
+            raise ValueError(
+                f"{self.tile_n=}, {self.tile_k=}, {self.warpgroups=} with fp8=True: must be at most 16 rows, 128 "
+                "values of K or 2 warpgroups, because a thread has no registers for more"
             )
 
 
@@ -130,7 +136,7 @@ def copy_step(plan: Plan, ring: Ring, slot, weights, a_gmem, row, col, k):
 
 
 def multiply(plan: Plan, ring: Ring, wide_smem, before, acc):
-    """The sums of this warpgroup's half of a tile. Its steps follow `before` others in the ring."""
+    """The sums of this warpgroup's columns of a tile. Its steps follow `before` others in the ring."""
     tiles, role, rows = plan.tiles, lax.axis_index("role"), plan.compute_tile[0]
     last = -(-tiles.k // (tiles.tile_k * plan.config.split_k)) - 1
 

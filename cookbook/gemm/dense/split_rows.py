@@ -11,8 +11,9 @@ The scales are there twice: scales[0, m] and scales[1, m - 1] are row m's. A thr
 at once, at a multiple of 8 bytes, and a group's tile may begin at any row: if that is odd, it reads the second copy.
 Places beyond the rows are not written.
 
-Divided by its scale, a row's largest magnitude is in (224, 448]; 448 is the largest e4m3 number. The high half is the
-nearest e4m3 number, the low half the one nearest to the remainder. How exact their sum is depends on the value:
+Divided by its scale, a row's largest magnitude is in (224, 448], or below that if the scale is 2^-126, the smallest;
+448 is the largest e4m3 number. The high half is the nearest e4m3 number, the low half the one nearest to the remainder.
+How exact their sum is depends on the value:
 
     bfloat16, at least 2^-9 of the row's largest      exact
     float16                                           within 2^-9 of the value, or 2^-17 of the row's largest
@@ -67,7 +68,7 @@ class SplitRows(NamedTuple):
 def split_rows_reference(x) -> SplitRows:
     """As `split_rows`, by array operations. Scales beyond the rows are zeros."""
     x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -x.shape[1] % UNIT)))
-    scales, inverse = _scales_of(_magnitudes(x).max(1))
+    scales, inverse = _scales_of(_magnitudes(x).max(1, initial=0))
     scaled = x * inverse[:, None]
     # XLA drops a conversion to e4m3 and back, so this rounds by hand: to 4 bits, or below 2^-6 to multiples of 2^-9.
     bits = lax.bitcast_convert_type(scaled, jnp.uint32)
@@ -209,7 +210,7 @@ def split_rows(x, activation=None, *, params=None) -> SplitRows:
     Raises:
       RuntimeError: no GPU with Hopper's tensor cores. Callers check shapes and dtypes.
     """
-    if len(x) == 0 or x.shape[1] // _parts(activation) > VALUES_MAX:
+    if x.size == 0 or x.shape[1] // _parts(activation) > VALUES_MAX:
         return split_rows_reference(_activated(activation, jnp.split(x, _parts(activation), axis=1)))
     interpreted = _host.require_tensor_cores("split_rows").interpreted
     return SplitRows(*_call(x, activation, interpreted, params or _host.compiler_params()))

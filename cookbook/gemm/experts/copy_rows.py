@@ -24,6 +24,11 @@ SMEM_BYTES = 16_384  # Rows of a block; small, so that many blocks fit on an SM.
 BLOCKS = 128  # Few rows are shared out to so many blocks, about one per SM.
 
 
+def lane_of(cols: int) -> int:
+    """Values that lie along the last axis of a row of `cols`, a multiple of 8; the rest lies along one more axis."""
+    return next(size for size in (256, 128, 64, 32, 16, 8) if cols % size == 0)
+
+
 def _kernel(x_gmem, places_gmem, out_gmem, x_smem, filled):
     (tokens, *_), (num, piece, _) = x_gmem.shape, x_smem.shape
     first, columns = lax.axis_index("block") * num, pl.ds(lax.axis_index("part") * piece, piece)
@@ -43,7 +48,7 @@ def _kernel(x_gmem, places_gmem, out_gmem, x_smem, filled):
 def copy_rows(x, places, *, params):
     """`x` with a row for each of its `places`. C is a multiple of 8."""
     (tokens, cols), copies = x.shape, places.shape[1]
-    lane = next(size for size in (256, 128, 64, 32, 16, 8) if cols % size == 0)
+    lane = lane_of(cols)
     count = cols // lane
     piece = next(size for size in range(min(BOX, count), 0, -1) if count % size == 0)
     num = max(1, min(BOX, pl.cdiv(tokens, BLOCKS), SMEM_BYTES // (piece * lane * x.dtype.itemsize)))

@@ -43,6 +43,7 @@ from ...select.kernel import HIGHEST, LOWEST, from_key, to_key
 from ...select.kernel_rows import K_MAX, LANES, ROWS, layout
 from ..dense.split_rows import SplitRows, scales_shape
 from ..grouped.tables import Table, row_entries
+from .copy_rows import BOX, lane_of
 
 TOKENS_MAX, EXPERTS_MAX = 256, WARPGROUP  # Shared memory holds 4 bytes for each pair of them.
 # Logits times top_k. One SM of an H200 takes 19 us for so many, and `top_k` with XLA 13 us without the tables.
@@ -98,6 +99,11 @@ def fits(tokens: int, experts: int, top_k: int) -> bool:
     """Whether the kernel can, and takes no longer than XLA."""
     is_small = tokens <= TOKENS_MAX and experts <= EXPERTS_MAX and top_k <= K_MAX
     return is_small and tokens * experts * top_k <= WORK_MAX
+
+
+def _is_copied(tokens: int, cols: int, itemsize: int) -> bool:
+    """Whether the kernel copies rows of x, so many a block."""
+    return tokens * cols * itemsize <= COPIED_MAX and cols // lane_of(cols) <= BOX
 
 
 def _put(plan: Plan, ref, slots, values, layout=threads.PER_THREAD):
@@ -245,7 +251,7 @@ def route_few(
     """Routes (T, E) `logits` of a size that `fits` accepts, and copies the tokens of x unless their rows are long."""
     mine = pl.cdiv(len(logits), target.num_sms)
     x, scales = x if isinstance(x, SplitRows) else (x, None)
-    if x is None or mine * x.shape[1] * x.dtype.itemsize > COPIED_MAX:
+    if x is None or not _is_copied(mine, *x.shape[1:], x.dtype.itemsize):
         x, scales, mine = None, None, 0
     plan = Plan(*logits.shape, top_k, renormalize, tiles, mine, target.interpreted)
     # Shared memory takes marks of a power of 2 of columns.
@@ -255,8 +261,7 @@ def route_few(
     entries = [row_entries(num, plan.experts, tile) for tile in tiles]
     places, copies, of_copies = pl.cdiv(rows * top_k, WARPGROUP) * WARPGROUP, None, {}
     if x is not None:
-        lane = next(size for size in (256, 128, 64, 32, 16, 8) if x.shape[1] % size == 0)
-        x = x.reshape(len(x), -1, lane)
+        x = x.reshape(len(x), -1, lane_of(x.shape[1]))
         copies = jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype)
         of_copies = dict(
             rows_smem=plgpu.SMEM((places,), jnp.int32),

@@ -14,7 +14,8 @@ The products are `ragged_dot`'s, or those of packed weights; SwiGLU is in the ep
 packed or there are biases or a limit: then XLA applies it after the product, which is rounded to 16 bits before. Biases
 are added in the products of packed weights, and by XLA to others. `route.py` says which rows are a token's. The kernel
 that routes few tokens copies them there, otherwise `copy_rows` does. Few rows by MXFP4 weights are multiplied in FP8:
-tokens are split before they are copied, and the kernel that splits the second product's rows applies SwiGLU.
+tokens are split before the routing kernel copies them, or their copies are; the kernel that splits the second product's
+rows applies SwiGLU.
 
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
 times, and as many rows of the result are read.
@@ -298,9 +299,12 @@ def _routed(x, router_logits, w_gate_up, w_down, top_k, renormalize, group_offse
 
     def affine(rows, w, k, bias):
         """The product and the bias, in 16 bits or in float32."""
-        if is_packed:
+        if not is_packed:
+            out = ragged_dot(rows, w, **groups)
+        elif k:
             return packed.product(rows, w, k, **groups, bias=bias)
-        out = ragged_dot(rows, w, **groups)
+        else:  # No kernel is launched that could add the bias.
+            out = jnp.zeros((num, w[1].shape[-1]), rows.dtype)
         return out if bias is None else biased(out, bias, routing.experts, group_offset)
 
     if is_gated:

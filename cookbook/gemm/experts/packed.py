@@ -5,8 +5,8 @@
     (w, scales)            integers from -8 to 7, scales of a floating dtype, a row of them for each group along K
     (w, scales, zeros)     integers from 0 to 15 with zero points: what `pack_int4_gptq` and `pack_int4_awq` return
 
-Shapes: w (E, ceil(N / 64), ceil(K / 64), 512), scales and zeros (E, groups, N). The size of a
-group follows from how many there are.
+Shapes: w (E, ceil(N / 64), ceil(K / 64), 512), scales and zeros (E, groups, N). The size of a group follows from how
+many there are.
 """
 
 import jax
@@ -53,7 +53,9 @@ def floats(w: tuple, k: int, dtype):
 
 def takes_halves(w, rows: int, k: int, num_sms: int) -> bool:
     """Whether the product of so many rows of K and `w` is one in FP8, of `SplitRows`."""
-    return isinstance(w, tuple) and is_mxfp4(w) and default_mxfp4(rows, w[1].shape[-1], k, len(w[0]), num_sms).fp8
+    if not isinstance(w, tuple) or not is_mxfp4(w) or 0 in (rows, k, *w[1].shape):
+        return False
+    return default_mxfp4(rows, w[1].shape[-1], k, len(w[0]), num_sms).fp8
 
 
 def product(rows, w: tuple, k: int, group_sizes, group_offset, bias):
@@ -79,6 +81,12 @@ def sizes_of(op: str, x, w_gate_up, w_down) -> tuple[int, int]:
     """E and I of checked weights; the products check the rest."""
     if not (isinstance(w_gate_up, tuple) and isinstance(w_down, tuple)):
         raise ValueError(f"{_host.PACKAGE}.{op}: w_gate_up and w_down must both be arrays, or both be packed")
+    for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+        if is_mxfp4(w) and len(w) == 3:
+            raise ValueError(
+                f"{_host.PACKAGE}.{op}: {name} has scales of uint16, as MXFP4, and zeros; must be (w, scales), because "
+                "e2m1 values have no zero points, or integers with scales of a floating dtype"
+            )
     hidden = x.shape[-1] if x.ndim else 0
     dtypes = (jnp.bfloat16,) if is_mxfp4(w_gate_up) or is_mxfp4(w_down) else (jnp.bfloat16, jnp.float16)
     if x.dtype not in dtypes:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of grouped products with weights of 8 or 4 bits: as in `kernel.py`; weights become 16-bit in registers.
+"""The kernels of grouped products with weights of 8 or 4 bits: as in `kernel.py`; weights are converted in registers.
 
 The weights are the operand `a`, and lhs is the operand `b`. A compute warpgroup multiplies a step of weights with
-`multiply` of `dense/kernel_int8_weights.py`.
+`multiply` of `dense/kernel_int8_weights.py`, or in FP8 with that of `dense/halves.py`.
 """
 
 import functools

@@ -76,8 +76,9 @@ def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 1
 
 def expected_tiles(rows: int, tile_n: int) -> float:
     """Tiles of a group that has `rows` rows on average, if each row chooses its group at random."""
-    sizes = statistics.NormalDist(rows, math.sqrt(rows))
-    return 1 + sum(1 - sizes.cdf(tiles * tile_n) for tiles in range(1, 2 * rows // tile_n + 2))
+    sizes, reach = statistics.NormalDist(rows, math.sqrt(rows)), 9 * math.sqrt(rows)  # All groups are within it.
+    first = max(1, int((rows - reach) // tile_n))
+    return first + sum(1 - sizes.cdf(tiles * tile_n) for tiles in range(first, int((rows + reach) // tile_n) + 2))
 
 
 # us of a step of 4-bit weights, and of each 16,384 of them. These and the numbers of `share` were fitted to times of

@@ -6,7 +6,8 @@
 Shapes: lhs (M, K), w (G, ceil(N / 64), ceil(K / 64), 512), scales (G, ceil(K / 64), N), group_sizes (G,), o (M, N). lhs
 is bfloat16, w uint32, scales uint16, o bfloat16 or float16; sums are float32. K must be a multiple of 8. Weights are
 exact. Results in bfloat16 for few rows a group are products in FP8 of lhs in two halves (`dense/halves.py`), whose sums
-of 32 values of K have about 14 bits.
+of 32 values of K have about 14 bits. In products of 16 bits, sums are 2^-40 of their size until the end, so results
+below 2^-86 lose bits.
 
 Role and barrier tables: `kernel.py`; weights and scales: `dense/four_bits.py`; tiles: `plan.py`.
 
@@ -37,12 +38,12 @@ def ragged_dot_mxfp4_weights_reference(lhs, w, scales, group_sizes, group_offset
     return ragged_dot_reference(lhs, widened(w, scales, dtype)[:, : lhs.shape[1]], group_sizes, group_offset)
 
 
+@functools.lru_cache(4096)
 def default_config(m: int, n: int, k: int, num_groups: int, num_sms: int = 132) -> Config:
     """The configuration of the least predicted time, of results in bfloat16: for few rows it is in FP8."""
     return ranked(m, n, k, num_groups, 1, num_sms)[0]
 
 
-@functools.lru_cache(4096)
 def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 132) -> list[Config]:
     """The `count` configurations of the least predicted time, the best first: those that are worth timing."""
     dtype = jnp.dtype(jnp.bfloat16)
