@@ -68,7 +68,7 @@ def check_place(answer) -> str:
 def check_zeros(answer) -> str:
     """`answer(x, w, scales, zeros)` is the kernel `product` for groups of 64 that have zero points, (K / 64, N)."""
     _judge_zeros(answer, 256, 128)
-    _judge_zeros(answer, 384, 64)
+    _judge_zeros(answer, 384, 64, "with K = 384 and N = 64, ")
     shape = jax.ShapeDtypeStruct
     of_groups = [shape((2048 // 64, 64), jnp.bfloat16)] * 2  # The ring's stages are loaded again.
     rows, weights = shape((16, 2048), jnp.bfloat16), shape((64, 1024), jnp.uint8)
@@ -76,7 +76,7 @@ def check_zeros(answer) -> str:
     return "A step has two groups, the integer that is subtracted is exact, and a weight is rounded once."
 
 
-def _judge_zeros(answer, k: int, n: int) -> None:
+def _judge_zeros(answer, k: int, n: int, of: str = "") -> None:
     rng = np.random.default_rng(3)
     q = rng.integers(0, 16, (k, n))
     both = q.T.astype(np.uint8).reshape(n, -1, 2, 64)
@@ -116,7 +116,7 @@ def _judge_zeros(answer, k: int, n: int) -> None:
                     f"{twice.mean():.0%} of the weights were rounded twice: subtract integers first, which is exact, "
                     "and then multiply"
                 )
-        require_close(out, product(weights), tolerance, f"K = {k}, N = {n}, {where}", likely)
+        require_close(out, product(weights), tolerance, of + where, likely)
 
 
 # Exercise 4: e2m1 as float16 ------------------------------------------------------------------------------------------
