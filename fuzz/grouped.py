@@ -265,7 +265,7 @@ def draw_moe(draw: Draw) -> dict:
     experts = draw.number(1, 8)
     count = experts if draw.sometimes(0.7) else draw.number(1, experts)
     case = dict(
-        tokens=draw.size(40), hidden=draw.size(128, 8, 0), inner=draw.size(64, 8, 0), experts=experts, count=count,
+        tokens=draw.size(40), hidden=draw.size(128, 8, large=40), inner=draw.size(64, 8), experts=experts, count=count,
         top_k=draw.number(1, experts), renormalize=draw.sometimes(), dtype=draw.choice(*HALVES),
         router=draw.choice(*FLOATS), group_offset=None if count == experts else draw.number(0, experts - count),
         values=draw.choice("normal", "equal"),
@@ -281,9 +281,9 @@ def moe_arrays(case: dict, values: Values) -> dict:
     logits = values((tokens, case["experts"]), case["router"])
     biases = dict(b_gate_up=values((count, 2 * inner), "float32"), b_down=values((count, hidden), "float32"))
     given = (biases if case["biases"] else {}) | dict(
-        x=values((tokens, hidden), dtype), w_down=values((count, inner, hidden), dtype, scale=inner**-0.5),
+        x=values((tokens, hidden), dtype), w_down=values((count, inner, hidden), dtype, scale=max(inner, 1) ** -0.5),
         router_logits=np.round(logits.astype(np.float32)).astype(logits.dtype) if case["values"] == "equal" else logits,
-        w_gate_up=values((count, hidden, 2 * inner), dtype, scale=hidden**-0.5),
+        w_gate_up=values((count, hidden, 2 * inner), dtype, scale=max(hidden, 1) ** -0.5),
     )  # fmt: skip
     for name, columns, k in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)) if case["packed"] else ():
         shape, exponent = (count, columns, -(-k // 32)), round(np.log2(3 * max(k, 1) ** 0.5))
