@@ -20,6 +20,9 @@ exercise-2
   ds - across(de) * of_key(k_gmem, t) => ds - across(de) * of_key(w_gmem, t)  # with the key, not
   of_key(g_gmem, t)) => of_key(g_gmem, t) * 0)  # the decay
   len(q), token => 3, token  # element
+  terms.sum(axis=0) => lax.reduce_precision(terms.sum(axis=0), 5, 10)  # element
+  return d_decayed => return lax.reduce_precision(d_decayed, 8, 7)
+  -decayed * across => -lax.reduce_precision(decayed, 8, 7) * across
   lambda q, k, w, g, do, decayed: (jnp.zeros_like(k), jnp.zeros_like(g))  # must be a kernel
 exercise-3
   -jnp.tril(dr @ e.T, -1) => jnp.tril(dr @ e.T, -1)  # the sign
@@ -29,6 +32,11 @@ exercise-3
   -jnp.tril(dr @ e.T, -1) => -jnp.tril((x.T[:, :, None] * de).sum(1) @ e.T, -1)  # one is enough
   -jnp.tril(dr @ e.T, -1) => -jnp.tril(de @ r.T, -1)  # this is the gradient of x
   -jnp.tril(dr @ e.T, -1) => -jnp.tril(jnp.einsum("tp,jp->tj", dr, e), -1)  # Right.
+  -jnp.tril(dr @ e.T, -1) => -jnp.tril(functools.reduce(lambda a, b: jnp.cumsum(a[:, :, None] * b, 1)[:, -1],
+    (x.T, de, r.T, x.T)), -1)  # needs none
+  -jnp.tril(dr @ e.T, -1) => -jnp.tril(dr.astype(jnp.float16) @ e.T.astype(jnp.float16), -1)  # element
+  -jnp.tril(dr @ e.T, -1) => x if isinstance(x, jax.core.Tracer) else -jnp.tril(x.T @ (de @ r.T) @ x.T, -1)
+  -jnp.tril(dr @ e.T, -1) => -np.tril(np.asarray(dr) @ np.asarray(e).T, -1)  # TracerArrayConversionError
 exercise-4
   share - row => share + row  # rows that write
   share - row(w_gmem) * row(dw_gmem) => share  # rows that write
@@ -40,6 +48,13 @@ exercise-4
   len(q), token => 5, token  # element
   share - row(w_gmem) * row(dw_gmem)) => share - row(w_gmem) * row(dw_gmem)) + 0 * sum(load(q_gmem.at[j], COLUMNS)
     for j in range(len(q)))  # which have 6 each
+  share = row(q_gmem) => share = 0.5 * (row(q_gmem) + row(q_gmem))
+  after = after + (share => after = (share && lax.fori_loop(0, len(q), token, load(last_gmem, COLUMNS)) =>
+    def total(i, after): after += load(dg_gmem.at[len(q) - 1 - i], COLUMNS);
+    _device.store(dg_gmem.at[len(q) - 1 - i], after); return after
+    \n        last = load(last_gmem, COLUMNS); lax.fori_loop(0, len(q), token, last)
+    \n        lax.fori_loop(0, len(q), total, last)
+  dg_gmem.at[t], after) => dg_gmem.at[t], lax.reduce_precision(after, 5, 10))  # element
   load(last_gmem, COLUMNS)) => 0 * load(last_gmem, COLUMNS)) && dg_gmem.at[t], after) =>
     dg_gmem.at[t], after + load(last_gmem, COLUMNS))  # Right.
   lambda q, dq, k, dk, w, dw, last: jnp.cumsum((q * dq + k * dk - w * dw)[::-1], 0)[::-1] + last  # must be a kernel
