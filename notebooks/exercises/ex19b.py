@@ -20,10 +20,10 @@ BLOCKS = (
     (1.0,), (448.0,), (449.0,), (224.0, -3.0), (225.0,), (-500.0, 2.0), (0.01, 1e-5), (1e30, -3.0), (7.0, -7.5),
     (3.5,), (3.6,), (0.0, 1e-3), (255.0,), (256.0,), (448.0 + 2.0**-15,), (*(1.0,) * 31, -450.0),
 )  # fmt: skip
-# Exercise 2: the tiles of each block that runs, in the order in which hardware hands them out. Of the task's seven
-# tiles; then of five, so that nothing is right for seven alone.
+# Exercise 2: the tiles of each block that runs, in the order in which hardware hands them out. The task has the first
+# seven tiles; with the five others nothing is right for seven alone.
 ORDERS = ((0, 3, 5, 6), (1, 4), (2,)), ((0,), (1, 3, 4), (2,))
-ROWS = 64  # Of a tile.
+ROWS = 64  # A tile has as many.
 
 
 @checker
