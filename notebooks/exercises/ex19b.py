@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import math
 import re
 import types
@@ -17,10 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 PLACES = ((0, 0, 256), (256, 512, 256), (768, 192, 64), (1280, 96, 96))  # (row, col, tile_n)
 BLOCKS = (
     (1.0,), (448.0,), (449.0,), (224.0, -3.0), (225.0,), (-500.0, 2.0), (0.01, 1e-5), (1e30, -3.0), (7.0, -7.5),
-    (3.5,), (3.6,), (0.0, 1e-3), (255.0,), (256.0,),
+    (3.5,), (3.6,), (0.0, 1e-3), (255.0,), (256.0,), (448.0 + 2.0**-15,), (*(1.0,) * 31, -450.0),
 )  # fmt: skip
-# Exercise 2: the tiles of each block that runs, in the order in which hardware hands them out; rows of a tile.
-ORDER, ROWS = ((0, 3, 5, 6), (1, 4), (2,)), 64
+# Exercise 2: the tiles of each block that runs, in the order in which hardware hands them out. The task has the first
+# seven tiles; with the five others nothing is right for seven alone.
+ORDERS = ((0, 3, 5, 6), (1, 4), (2,)), ((0,), (1, 3, 4), (2,))
+ROWS = 64  # A tile has as many.
 
 
 @checker
@@ -32,6 +35,8 @@ def check_held(answer) -> str:
         given = answer(*case)
         if not isinstance(given, tuple | list) or [type(part) for part in given] != [slice] * 3:
             raise NotYet(f"held{case} is {given!r}; it must be three slices.")
+        if any(part.step not in (None, 1) for part in given):
+            raise NotYet(f"held{case} is {given!r}; a block holds all rows and columns between: no steps.")
         return tuple((part.start, part.stop) for part in given)
 
     def held(row, col, tile_n, half, *, own_rows=True, halves=True, all_sums=True):
@@ -55,22 +60,48 @@ def check_held(answer) -> str:
 @checker
 def check_order(answer) -> str:
     """Exercise 2: `answer(x)` is 2 x, computed tile by tile, whichever block gets a tile, and when."""
-    x = normal(21, (sum(map(len, ORDER)) * ROWS, ROWS), jnp.bfloat16)
+    answer = inspect.unwrap(answer)  # A trace that `jax.jit` keeps would have no stand-in for launch control.
+    for order in ORDERS:
+        _require_any_order(answer, order)
+    return "The ring counts what this block has done, and the tile's number only says where in memory it is."
+
+
+def _require_any_order(answer, order):
+    tiles, sizes = sum(map(len, order)), set()
+    stand_in = functools.partial(_launch_control, order, sizes)
+    x = normal(21, (tiles * ROWS, ROWS), jnp.bfloat16)
     if "try_cluster_cancel" not in str(judge.jaxpr_of(answer, x)):
         raise NotYet("no launch is cancelled: keep plgpu.dynamic_scheduling_loop, which asks for the next tile.")
     try:
-        out = run_kernel(answer, x, stand_ins=_launch_control)
+        out = run_kernel(answer, x, stand_ins=stand_in)
     except NotYet as problem:
         hint, said = _order_hint(str(problem)), str(problem)
         raise NotYet(f"{hint} {said[0].upper()}{said[1:]}" if hint else said) from problem
     require_close(out, 2 * np.asarray(x, np.float64), 1e-6, "twice x")
-    with _launch_control():
-        ((first, _, last),) = judge.play_kernel(answer, x)
+    _require_dtype(out, x.dtype, "twice x")
+    with stand_in():
+        (played,) = judge.play_kernel(answer, x)
+    first, last = played[0], played[-1]
     if last.count("load") or last.count("store"):
         raise NotYet("a block whose launch is cancelled never runs, and its tile would be missing: use the loop.")
-    if (found := first.count("store")) != len(ORDER[0]):
-        raise NotYet(f"the first block stores {found} tiles, and it gets {len(ORDER[0])}.")
-    return "The ring counts what this block has done, and the tile's number only says where in memory it is."
+    if sizes != {tiles}:
+        raise NotYet(f"the grid has {max(sizes)} blocks for {tiles} tiles: each tile needs one block.")
+    for kind in ("load", "store"):
+        if (found := _values(first, kind) / ROWS**2) != len(order[0]):
+            raise NotYet(f"the first block {kind}s {found:g} tiles, and it gets {len(order[0])}.")
+    judge.require_order([played])
+    judge.require_rings([[first]], in_flight=2)
+    judge.require_drained([played], "wait at the end for as many fills as this block has had, and for no fewer.")
+
+
+def _values(block, kind: str) -> int:
+    """Values that a block copies to shared memory ("load"), or from there ("store")."""
+    return sum(math.prod(event.shape) for event in block.events if event.kind == kind)
+
+
+def _require_dtype(out, dtype, what: str):
+    if out.dtype != dtype:
+        raise NotYet(f"{what}: the result is {out.dtype}; it must be {jnp.dtype(dtype)}.")
 
 
 @checker
@@ -92,7 +123,7 @@ def check_exponent(answer) -> str:
         (lambda block: math.ceil(math.log2(max(block.max(), 1e-9) / 448)), "A negative value counts, too."),
     )  # fmt: skip
     said = "The largest absolute value over the scale is at most 448, and above 224."
-    draw = lambda rng: block_of(rng.standard_normal(3) * 10.0 ** rng.integers(-9, 9))
+    draw = lambda rng: block_of(rng.standard_normal(32) * 10.0 ** rng.integers(-9, 9))
     require_answers(functools.wraps(answer)(whole), map(block_of, BLOCKS), right, likely, said, draw=draw)
     return "Nothing saturates, and no bit is given away."
 
@@ -111,6 +142,8 @@ def _require_quantized(answer, x):
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise NotYet("the answer must be (values, exponents).")
     values, exponents = (np.asarray(part) for part in given)
+    _require_dtype(values, jnp.float8_e4m3fn, "the values")
+    _require_dtype(exponents, jnp.int32, "the exponents")
     largest = np.abs(x.reshape(len(x), -1, 32)).max(axis=2).T
     if exponents.shape != largest.shape:
         raise NotYet(f"exponents have shape {exponents.shape}; it must be {largest.shape}: a row for each block.")
@@ -123,6 +156,9 @@ def _require_quantized(answer, x):
         )
     scaled = np.asarray(jnp.asarray(x * np.exp2(-exact.T.astype(np.float32)).repeat(32, axis=1), jnp.float8_e4m3fn))
     require_close(values, scaled, 1e-6, "the values")
+    ((block, *_),) = judge.play_kernel(answer, jnp.asarray(x))
+    if (found := _values(block, "load")) > x.size:
+        raise NotYet(f"{found} values are loaded of the {x.size} that x has: load each once.")
 
 
 def _exponent(values):
@@ -135,7 +171,7 @@ def _exponent(values):
 def _scale_hint(largest, exponent):
     reached = float(largest) / 2.0 ** int(exponent)
     if reached > 448:
-        return f"its largest value becomes {reached:.5g}, and e4m3 ends at 448: it saturates."
+        return f"its largest value becomes {reached:.8g}, and e4m3 ends at 448: it saturates."
     return f"its largest value becomes {reached:.5g}, and half the scale would do."
 
 
@@ -152,6 +188,7 @@ def _rows_to_quantize():
         (7, -7.25),
         (8, 2.0**-9),
         (9, 511.0),
+        (10, 448.0 + 2.0**-15),
     ):
         x[row, 32:64] = x[row, 32:64] * (0.9 * abs(most) / np.abs(x[row, 32:64]).max())
         x[row, 40] = most
@@ -168,14 +205,15 @@ def _order_hint(problem: str) -> str:
     return ""
 
 
-def _loop_without_hardware(grid_names, *, thread_axis=None, cluster_axes=(), init_carry=None):
-    """`plgpu.dynamic_scheduling_loop` for an interpreter: each block gets the tiles of its row of ORDER. Blocks without
-    a row, whose launch is cancelled on a GPU, get none."""
+def _loop_without_hardware(order, sizes, grid_names, *, thread_axis=None, cluster_axes=(), init_carry=None):
+    """`plgpu.dynamic_scheduling_loop` for an interpreter: each block gets the tiles of its row of `order`. Blocks
+    without a row, whose launch is cancelled on a GPU, get none. `sizes` collects the sizes of the grids that ask."""
     block = lax.axis_index(grid_names[0])
-    count = sum(jnp.where(block == b, len(tiles), 0) for b, tiles in enumerate(ORDER))
+    sizes.add(int(lax.axis_size(grid_names[0])))
+    count = sum(jnp.where(block == b, len(tiles), 0) for b, tiles in enumerate(order))
 
     def tile_of(turn):
-        of_all = [(b, t, tile) for b, tiles in enumerate(ORDER) for t, tile in enumerate(tiles)]
+        of_all = [(b, t, tile) for b, tiles in enumerate(order) for t, tile in enumerate(tiles)]
         return sum(jnp.where((block == b) & (turn == t), tile, 0) for b, t, tile in of_all)
 
     def loop(body):
@@ -190,6 +228,7 @@ def _loop_without_hardware(grid_names, *, thread_axis=None, cluster_axes=(), ini
 
 
 @contextlib.contextmanager
-def _launch_control():
-    with unittest.mock.patch.object(plgpu, "dynamic_scheduling_loop", _loop_without_hardware):
+def _launch_control(order, sizes):
+    loop = functools.partial(_loop_without_hardware, order, sizes)
+    with unittest.mock.patch.object(plgpu, "dynamic_scheduling_loop", loop):
         yield
