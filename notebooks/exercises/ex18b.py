@@ -49,13 +49,13 @@ SUMS = ((2, 0, 2), (5, 1, 3), (3, 0, 1), (3, 1, 1), (3, 2, 1))
 def check_overlapped(answer) -> str:
     """Exercise 2: `answer(n, product_us, gather_us, blocks)` is when the product of all shards ends."""
     likely = (
-        (lambda n, product_us, gather_us, blocks: product_us + gather_us, "That is one after the other: the own shard "
-         "needs no gather."),
+        (lambda n, product_us, gather_us, blocks: product_us + gather_us, "That is one after the other: its own "
+         "shard needs no gather."),
         (lambda n, product_us, gather_us, blocks: max(product_us, gather_us), "Nearly: the last block must be "
          "multiplied after it has arrived."),
         (lambda *case: _overlapped(*case[:3], 1), "The wait is for a whole shard: a block can start when it is there."),
         (dict(first=0), "A block can start when all of it is there: block i, from 1, arrives at i / ((n - 1) blocks)."),
-        (dict(own_first=False), "The own shard is there from the start: multiply it first."),
+        (dict(own_first=False), "Its own shard is there from the start: multiply it first."),
         (lambda n, product_us, gather_us, blocks: gather_us + product_us / n / blocks, "A block may also wait for the "
          "product of the block before it: take the later of the two."),
     )  # fmt: skip
@@ -79,7 +79,7 @@ def check_product(answer) -> str:
         exact = wide(shards) @ wide(rhs)
         peers.judge(out, exact, what)
         require_close(out, exact, 0.01, what)
-    return "The own shard first, and no tile waits for more rows than it needs."
+    return "It takes its own shard first, and no tile waits for more rows than it needs."
 
 
 @checker
@@ -371,7 +371,7 @@ class Owners(Host):
             (rounded(own), "that is the device's own part alone: the others' parts are not added."),
             (in_order([rounded(own), *parts]), "its own part was rounded before the sum: keep it in float32."),
             (in_order([own, *parts[::-1]]), "the parts are added in another order: slot 0 comes first."),
-            (in_order([*parts, own]), "the own part comes first: then the parts are added to it, slot by slot."),
+            (in_order([*parts, own]), "its own part comes first: then the others are added to it, slot by slot."),
             (in_order([own, *parts], rounded), "the sum is rounded after every addition: keep it in float32 and round "
              "it at the end."),
             (in_order([rounded(own), *parts], rounded), "the sum is rounded before every addition: keep it in float32 "

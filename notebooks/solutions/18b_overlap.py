@@ -158,7 +158,7 @@ ex18b.check_product(product_of_shards)
 def overlapped_us(n, product_us, gather_us, blocks):
     #: return None  # Your code.
     # BEGIN SOLUTION
-    now = product_us / n  # The own shard.
+    now = product_us / n  # Its own shard.
     for i in range(1, (n - 1) * blocks + 1):
         here = gather_us * i / ((n - 1) * blocks)
         now = max(now, here) + product_us / (n * blocks)
@@ -237,7 +237,7 @@ def summed_rows(lhs, rhs, d, n):
         for step in range(n):
             #: owner = (d + step) % n  # Is this the right order?
             # BEGIN SOLUTION
-            owner = (d + 1 + step) % n  # The own tiles come last.
+            owner = (d + 1 + step) % n  # Its own tiles come last.
             # END SOLUTION
             pl.loop(0, m // 64)(functools.partial(one_tile, owner))
 
