@@ -5,6 +5,8 @@ exercise-1
   pl.semaphore_wait(here, senders, decrement=False) => pl.when(col == 0)(lambda: pl.semaphore_wait(here, senders))
     # Right.
   arrived.at[step - 1, block] => arrived.at[step - 1].at[block]
+  pl.semaphore_wait(here, senders, decrement=False)
+    => pl.when(col == 0)(lambda: [pl.semaphore_wait(here) for _ in range(senders)].clear())
   rem(d + step, n) => lax.select(step < n - d, d + step, d + step - n)
   pl.semaphore_wait(here, senders, decrement=False) => pass  # until arrived[0, 0] is 1 (it waited until 0)
   arrived.at[step - 1, block] => arrived.at[step - 1, 0]  # until arrived[0, 1] is 1 (it waited until 0)
@@ -21,6 +23,9 @@ exercise-1
   step, block = div(number, blocks), => step, block = rem(n - div(number, blocks), n),  # arrive before
   lhs_gmem.at[rows] => gathered_gmem.at[owner, rows]  # its own, is missing
   gathered_gmem.at[owner, rows] => gathered_gmem.at[owner, rows, pl.ds(0, 64)]  # (64, 128)
+  rem(d + step, n) => rem(max(d, 1) + step, n)  # its own, is missing
+  pl.loop(0, n * blocks * columns) => pl.loop(0, 2 * n * blocks * columns) && number, col = div(tile, columns),
+    => number, col = rem(div(tile, columns), n * blocks),  # 32 copies to shared memory, and 16 would do
   tile_product(a_smem, b_smem) => 0 * tile_product(a_smem, b_smem)  # it must be
   step, block = div(number, blocks), => step, block = div(number, 2),  # nobody signals
   pl.semaphore_wait(here, senders, decrement=False)\n => here = here\n && a_smem, loaded)\n\n            plgpu.copy_gmem
@@ -41,6 +46,10 @@ exercise-3
   min(choices, key=us) => sorted(choices, key=us)[0]  # Right.
   return max(arrived, tiles_us(problem.n * problem.row_blocks)) => return arrived  # the longer of the two
   math.ceil(blocks * problem.columns / (132 - senders)) => blocks * problem.columns / (132 - senders)  # round up
+  math.ceil(blocks * problem.columns / (132 - senders)) => (blocks * problem.columns // (132 - senders) + 1)
+    # Predict the time of each
+  math.ceil(blocks * problem.columns / (132 - senders)) => (blocks * problem.columns // (132 - senders))
+  tiles_us(problem.n * problem.row_blocks) => problem.n * tiles_us(problem.row_blocks)
   + tiles_us(min(every, problem.row_blocks))\n => \n  # begin when it is there
   groups * signal_us => 0  # costs signal_us
   (problem.n - 1) * math.ceil( => math.ceil(  # of n - 1 shards
@@ -57,9 +66,13 @@ exercise-4
   n - 1, decrement=False => n - 1  # Right.
   (d + 1 + step) % n => (d - 1 - step) % n
   pl.loop(0, m // 64)(functools.partial(one_tile, owner)) => [one_tile(owner, tile) for tile in range(m // 64)]
+  pl.semaphore_wait(arrived.at[tile], n - 1, decrement=False)
+    => [pl.semaphore_wait(arrived.at[tile]) for _ in range(n - 1)]
   (d + 1 + step) % n => (d + step) % n  # then all wait, and none sends
   (d + 1 + step) % n => step
   (d + 1 + step) % n => [*(p for p in range(n) if p != d), d][step]  # share its link
+  (d + 1 + step) % n => [*(p for p in ((turn - d) % n for turn in range(n)) if p != d), d][step]
+  range(n): => [*range(n), n - 1]:  # 6 copies to GMEM, and 4 would do
   pl.semaphore_wait(arrived.at[tile], n - 1, decrement=False)
     => [pl.semaphore_wait(arrived.at[t], n - 1, decrement=False) for t in range(m // 64)]  # only its own parts
   for slot in range(n - 1): => for slot in range(min(n - 1, 3)):  # it must be
@@ -145,7 +158,7 @@ ex18b.check_product(product_of_shards)
 def overlapped_us(n, product_us, gather_us, blocks):
     #: return None  # Your code.
     # BEGIN SOLUTION
-    now = product_us / n  # The own shard.
+    now = product_us / n  # Its own shard.
     for i in range(1, (n - 1) * blocks + 1):
         here = gather_us * i / ((n - 1) * blocks)
         now = max(now, here) + product_us / (n * blocks)
@@ -224,7 +237,7 @@ def summed_rows(lhs, rhs, d, n):
         for step in range(n):
             #: owner = (d + step) % n  # Is this the right order?
             # BEGIN SOLUTION
-            owner = (d + 1 + step) % n  # The own tiles come last.
+            owner = (d + 1 + step) % n  # Its own tiles come last.
             # END SOLUTION
             pl.loop(0, m // 64)(functools.partial(one_tile, owner))
 
