@@ -2,14 +2,27 @@
 
 import functools
 import itertools
+import operator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, play_kernel, require_close, run_kernel, wide
+from exercises.judge import (
+    NotYet,
+    checker,
+    normal,
+    play_kernel,
+    require_close,
+    require_order,
+    require_rings,
+    run_kernel,
+    wide,
+)
+from exercises.memory import overlap
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import _device
+from cookbook.attn.core import LOG2E
 
 TILE = 64  # Keys of a tile.
 WINDOWS = [  # block, num_q, left, right: less than a block, several, exactly some, everything; and too few queries.
@@ -99,9 +112,16 @@ def _require_blocks(given, first_k, block, num_q, left, right, when="") -> None:
     """Raises NotYet unless `given` is (first, end) of the blocks in which a query sees one of the keys."""
     where = f"{when}for first_k = {first_k}, block = {block}, num_q = {num_q}, left = {left}, right = {right}"
     try:
-        first, end = (int(x) for x in given)
+        first, end = given
+        whole = int(first), int(end)
     except (TypeError, ValueError) as error:
         raise NotYet(f"{where}, the answer is {given!r}; it must be (first, end).") from error
+    try:
+        first, end = operator.index(first), operator.index(end)
+    except TypeError as error:
+        raise NotYet(
+            f"{where}, the answer is {whole} in floating point, and a loop takes whole numbers: divide with //."
+        ) from error
     i, j = np.arange(num_q)[:, None], first_k + np.arange(TILE)
     sees = ((j >= i - left) & (j <= i + right)).any(axis=1)
     wanted = sorted(set(np.flatnonzero(sees) // block))
@@ -130,20 +150,57 @@ def check_dq(answer) -> str:
                 "dq for other numbers of keys, a head_dim of 128 and two batches (do steps, scale and b follow them?)"
             )
         require_close(found, exact, 0.02, said, _wrong_dq(q, k, v, do, lse, delta) if not i else ())
-        _require_ring(answer, operands, num_kv)
+        _require_steps(answer, operands, num_kv // TILE, num_stages=2)
+        _require_steps(functools.partial(answer, num_stages=3), operands, num_kv // TILE, num_stages=3)
         if not i:
+            _require_float32(found, *operands)
             said = "dq with block_kv = 128 (do the shape of the weights, the steps and their rows follow it?)"
             require_close(run_kernel(functools.partial(answer, block_kv=128), *operands), exact, 0.02, said)
     return "The same steps as for keys, with the operands exchanged: rows are queries, and lse needs no ring."
 
 
-def _require_ring(answer, operands, num_kv: int) -> None:
-    """Raises NotYet unless a block loads each byte once, and the next keys while it works on some."""
-    for block in play_kernel(answer, *operands)[0]:
-        if any(ring.loads > 2 and len(ring.stages) < 2 for ring in block.rings):
-            raise NotYet("keys or values have a single stage: keep two, so that one is loaded while the other is read")
-        if block.count("load") > 2 + 2 * num_kv // TILE:
+def _require_steps(answer, operands, steps: int, num_stages: int) -> None:
+    """Raises NotYet unless a block loads and stores each element once, keeps as many stages in use as the ring has, and
+    starts three products a step."""
+    played = play_kernel(answer, *operands)
+    where = f"with num_stages = {num_stages}"
+    try:
+        require_order(played)
+        require_rings(played)
+    except NotYet as problem:
+        raise NotYet(f"{where}, {problem}") from problem
+    for block in filter(lambda block: block.is_whole, played[0]):
+        if block.count("load") > 2 + 2 * steps:
             raise NotYet("a block loads something twice: leave the loads as they are")
+        if any(len(ring.stages) < num_stages for ring in block.rings if ring.loads > 2):
+            raise NotYet(
+                f"{where}, keys or values go through fewer stages: leave the ring as it is, and take the stage from "
+                "ring.wait"
+            )
+        for (memory, box), (other, its_box) in itertools.combinations(block.fetched, 2):
+            if memory is other and overlap(box, its_box):
+                raise NotYet("a block loads the same lse or delta more than once: load both before the loop")
+        stored = block.stored + [event.box for event in block.events if event.kind == "store" and event.box]
+        if any(overlap(*pair) for pair in itertools.combinations(stored, 2)):
+            raise NotYet("a block stores the same part of dq more than once: store it after the loop")
+        if (products := block.count("product")) > 3 * steps:
+            raise NotYet(f"a block starts {products} products in {steps} steps: a step has three, for s, dp and dq")
+
+
+def _require_float32(found, q, k, v, do, lse, delta) -> None:
+    """Raises NotYet if more than ds and the result is rounded to bfloat16. The scale of heads of 64 is a power of 2, so
+    that it may be anywhere."""
+    scale, dtype = q.shape[3] ** -0.5, q.dtype
+    q, k, v, do, lse, delta = (np.asarray(x, np.float64) for x in (q, k, v, do, lse, delta))
+    q, k, v, do = (x.swapaxes(1, 2) for x in (q, k, v, do))
+    p = np.exp2(q @ k.swapaxes(2, 3) * (scale * LOG2E) - lse[..., None])
+    ds = p * (do @ v.swapaxes(2, 3) - delta[..., None])
+    dq = (wide(jnp.asarray(ds, dtype)) @ k * scale).swapaxes(1, 2)
+    if (share := np.mean(wide(jnp.asarray(dq, dtype)) != wide(found))) > 0.02:
+        raise NotYet(
+            f"{share:.0%} of dq is not what one rounding gives: ds is rounded for its product, and dq once, after the "
+            "loop. Keep all else in float32"
+        )
 
 
 def _exact_dq(q, k, v, do):
@@ -181,7 +238,7 @@ def _in_kernel(answer):
                 raise NotYet("weights returns None: write its body.")
             if given.shape != s.shape:
                 raise NotYet(f"the weights have the shape {given.shape}; they must have that of s, {s.shape}.")
-            _device.store(out_ref, given)
+            _device.store(out_ref, plgpu.layout_cast(given, plgpu.Layout.WGMMA))
 
         return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(s.shape, s.dtype))(s, lse, bias)
 

@@ -26,6 +26,7 @@ exercise-2
   WGMMA.reduce(0) => WGMMA.reduce(1) && s.shape, [1] => s.shape, [0]  # queries are the columns here
   WGMMA.reduce(1) => WGMMA.reduce(0) && s.shape, [0] => s.shape, [1]  # keys are the rows here
   WGMMA.reduce(0) => WGMMA.reduce(1)  # no layout serves
+  plgpu.Layout.WGMMA => plgpu.Layout.WGMMA_UPCAST_2X
   return jnp.exp2(s + bias - lse) => return jnp.exp2(s) * jnp.exp2(bias) * jnp.exp2(-lse)  # first subtract lse
   s.shape, [1] => (64, s.shape[1]), [1] && s.shape, [0] => (64, s.shape[1]), [0]  # shape
   exp2 => exp  # base 2
@@ -50,7 +51,22 @@ exercise-dq
   (64, block_kv) => (64, 64)  # shape
   i * block_kv => i * 64 && k.shape[1] // block_kv => k.shape[1] // 64  # block_kv = 128
   i * block_kv => i * 64
-  num_stages=2 => num_stages=1  # a single stage
+  num_stages=2 => num_stages=1  # fewer stages
+  Ring(full, free, num_stages) => Ring(full, free, 2)
+  stage = ring.wait(i) => ring.wait(i)\n                stage = _device.rem(i, 2)  # with num_stages = 3
+  (scale * LOG2E) - lse_i => (scale * LOG2E) - per_row(lse_gmem.at[b, h, queries], shape)  # more than once
+  dp - delta_i => dp - per_row(delta_gmem.at[b, h, queries], shape)
+  dp = product(do_smem => s = product(q_smem, k_smem.at[stage].T)\n                dp = product(do_smem
+    # a step has three
+  return dq\n => return dq.astype(q.dtype).astype(jnp.float32)\n  # is rounded for its product
+  (scale * LOG2E) - lse_i) => (scale * LOG2E) - lse_i).astype(q.dtype).astype(jnp.float32)
+  v_smem.at[stage].T) => v_smem.at[stage].T).astype(q.dtype).astype(jnp.float32)
+  per_row(delta_gmem.at[b, h, queries], shape) =>
+    per_row(delta_gmem.at[b, h, queries], shape).astype(q.dtype).astype(jnp.float32)
+  p * (dp - delta_i) => p * dp * scale - p * delta_i * scale && dq * scale => dq  # Right.
+  k_smem.at[stage])\n => k_smem.at[stage])\n                _device.store(dq_gmem.at[b, queries, h],
+    (dq * scale).astype(q.dtype))\n && store(dq * scale, q_smem, dq_gmem.at[b, queries, h]) => pass
+    # the same part of dq
   plgpu.barrier_wait(q_full) => pass  # arrived
   stage = ring.wait(i) => stage = ring.slot(i)  # arrived
   ring.release(i) => pass  # never end
@@ -63,6 +79,7 @@ exercise-dq
 exercise-3
   jnp.minimum(first_q // block, end), end => first_q // block, jnp.maximum(first_q // block, end)  # Right.
   jnp.maximum => max && jnp.minimum => min  # jnp.maximum
+  lambda *args: tuple(1.0 * x for x in query_blocks(*args))  # whole numbers
   64 + left => 1 + left  # is left out
   64 + left => 129 + left  # is computed
   jnp.minimum(first_q // block, end) => first_q // block  # lies before
