@@ -369,8 +369,8 @@ def require_copies(played, kind: str, most: int) -> None:
         if (count := block.count(kind)) > most:
             what = {"load": "copies to shared memory", "store": "copies to GMEM"}[kind]
             raise NotYet(
-                f"a block starts {count} {what}, and {most} would do: TMA copies a whole tile at once, so copy no rows "
-                "one by one"
+                f"a block starts {count} {what}, and {most} would do: TMA copies a whole tile at once, so copy each "
+                "tile once, and no rows one by one"
             )
 
 

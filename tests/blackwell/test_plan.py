@@ -2,6 +2,7 @@
 order of tiles and the scales bring together. NumPy executes the plan, and must find the product that the rungs find
 that the interpreter can run."""
 
+import itertools
 import random
 
 import jax
@@ -84,7 +85,7 @@ SIZES = [(300, 200, 136), (128, 77, 64), (1, 8, 8), (513, 600, 200)]
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("transposed", [(False, False), (True, True), (False, True)])
+@pytest.mark.parametrize("transposed", list(itertools.product([False, True], repeat=2)))
 @pytest.mark.parametrize("two_ctas", [False, True])
 @pytest.mark.parametrize("shape", SIZES)
 def test_a_pair_multiplies_what_one_cta_does(shape, two_ctas, transposed):
