@@ -1,13 +1,17 @@
 """Chapter 13b's exercises: a part of all blocks, a merge, the values of the last block, and ids that are not pages."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from exercises.judge import (
     NotYet,
     checker,
     drawn,
+    jaxpr_of,
     normal,
     play_kernel,
+    repeated,
     require_close,
     require_loads_together,
     run_kernel,
@@ -30,9 +34,12 @@ def check_part(answer) -> str:
         for part in range(num_parts):
             given = answer(part, num_parts, np.array(blocks))
             try:
-                parts.append(tuple(int(x) for x in given))
+                numbers = tuple(given)
+                parts.append(tuple(int(x) for x in numbers))
             except (TypeError, ValueError) as error:
                 raise NotYet(f"part gives {given!r}; it must be (unit, block, steps).") from error
+            if parts[-1] != numbers:
+                raise NotYet(f"part gives {given!r}; all three must be whole numbers.")
         _judge_parts(parts, blocks, f"for {num_parts} parts of units with {list(blocks)} blocks")
     return "Every block is in one part, and no part has two blocks more than another."
 
@@ -44,6 +51,7 @@ def check_merge(answer) -> str:
         args = [jnp.asarray(x, jnp.float32) for x in (outs, lses)]
         given = run_kernel(answer, *args)
         _require_lse_first(answer, *args)
+        _require_no_rescaling(answer, *args)
         if not isinstance(given, tuple) or len(given) != 2:
             raise NotYet(f"{name}: the answer must be (out, lse).")
         top = lses.max(axis=0)
@@ -66,6 +74,7 @@ def check_last_block(answer) -> str:
     """Exercise 3: `answer(p, v, seen)` is p v, whatever the values from row `seen` on are."""
     for seen, poison, there in (
         (22, None, "NaN"), (22, 22, "NaN"), (64, None, "NaN"), (1, 1, "inf"), (30, 7, "NaN"), (50, 63, "NaN"),
+        (0, 0, "NaN"), (30, 7, "inf"),
     ):  # fmt: skip
         p = normal(seen, (SIDE, SIDE), jnp.bfloat16).at[:, seen:].set(0)
         v = normal(seen + 1, (SIDE, SIDE), jnp.bfloat16)
@@ -83,10 +92,14 @@ def check_last_block(answer) -> str:
             )
         if out.shape == exact.shape and np.isfinite(wide(out)[~np.isfinite(exact)]).any():
             raise NotYet(
-                f"{what}: token {poison} has a NaN of its own, which is gone from the result: clear no other rows."
+                f"{what}: token {poison} has {'an' if there == 'inf' else 'a'} {there} of its own, which is gone from "
+                "the result: clear no other rows."
             )
         require_close(out, exact, 1e-3, f"{what}; rows 0 to {seen - 1} of v must stay as they are")
-    return "Zeros stand where no token is, and a token's own NaN stays."
+    played = play_kernel(answer, p, v, jnp.asarray([seen], jnp.int32))
+    require_loads_together(played)
+    _require_copied(played, v.shape)
+    return "Nothing after the last token reaches the result, and a token's own NaN stays."
 
 
 @checker
@@ -121,8 +134,17 @@ def check_ids(answer) -> str:
         require_close(out, exact.reshape(-1, head_dim), 0, f"ids {ids}")
         played = play_kernel(answer, pages, jnp.asarray(ids, jnp.int32))
         require_loads_together(played)
+        _require_copied(played, pages.shape)
         _require_near_indices(played, num_pages)
+        _require_no_other_page(played, num_pages, ids)
     return "No number becomes an address of somebody else's page, and the barrier gets all of its arrivals."
+
+
+def _require_copied(played, shape) -> None:
+    """Raises NotYet if a block reads an input of this shape in global memory, by no copy to shared memory."""
+    for block in (block for kernel in played for block in kernel):
+        if any(memory.shape == shape for memory, _ in block.fetched):
+            raise NotYet("an input is read straight from global memory: keep the copies, and use what TMA brings")
 
 
 def _require_near_indices(played, num_pages: int) -> None:
@@ -133,6 +155,17 @@ def _require_near_indices(played, num_pages: int) -> None:
                 raise NotYet(
                     f"a copy is started at page {box[0][0]}: others are added to such an index, and it may wrap around "
                     f"into the array. The first index after the last page is {num_pages}."
+                )
+
+
+def _require_no_other_page(played, num_pages: int, ids) -> None:
+    """Raises NotYet if a page is copied that is not among `ids`, even if its tokens are overwritten later."""
+    for block in (block for kernel in played for block in kernel):
+        for box in (event.box for event in block.events if event.kind == "load" and event.box):
+            if 0 <= (page := int(box[0][0])) < num_pages and page not in ids:
+                raise NotYet(
+                    f"ids {ids}: the kernel copies page {page}, another sequence's, even if its tokens are not in the "
+                    "result: let TMA deliver the zeros."
                 )
 
 
@@ -170,15 +203,32 @@ def _judge_parts(parts, blocks, where: str) -> None:
 def _require_lse_first(answer, outs, lses) -> None:
     """Raises NotYet if a block of threads reads an out before it has read the lse of all pieces, or several rows."""
     (kernel,) = play_kernel(answer, outs, lses)
-    for block in kernel:
-        read = [memory.shape == lses.shape for memory, _ in block.fetched]
-        if block.is_whole and not all(read[: len(lses)]):
+    for block in (block for block in kernel if block.is_whole):
+        is_lse = [memory.shape == lses.shape for memory, _ in block.fetched]
+        read = [box for memory, box in block.fetched if memory.shape != lses.shape]
+        if not all(is_lse[: len(lses)]):
             raise NotYet(
                 "an out is read before all lse are known, so its result must be rescaled later: read the lse of all "
                 "pieces in the first pass, as the loop above does"
             )
-        if block.is_whole and len(read) - sum(read) > len(outs):
+        if len(set(read)) > len(outs):
             raise NotYet('a block of threads merges several rows, one after the other: give each its own (axis "row")')
+        if len(read) > len(outs):
+            raise NotYet("an out is read twice: once is enough, and outs are nearly all that this kernel reads")
+
+
+def _require_no_rescaling(answer, outs, lses) -> None:
+    """Raises NotYet if more numbers are multiplied than each out by its weight, and the sum at the end."""
+    times = sum(
+        often
+        for equation, often in repeated(jaxpr_of(answer, outs, lses))
+        if equation.primitive.name == "mul" and math.prod(equation.outvars[0].aval.shape) >= outs.shape[-1]
+    )
+    if 2 * len(outs) <= times < math.inf:
+        raise NotYet(
+            "the sums so far are rescaled with every piece: all weights are known before the first out is read, so "
+            "multiply each out once, by its weight, and only the sum after that"
+        )
 
 
 def _pieces():

@@ -19,6 +19,8 @@ exercise-part
   return unit, start - (ends[unit] - blocks[unit]) => return 0, 0  # the parts before end before
   lambda part, num_parts, blocks: (part % len(blocks), 0, blocks[part % len(blocks)])  # blocks
   stop - start => 1  # all parts together
+  return unit, start - (ends[unit] - blocks[unit]) => return unit, start - (ends[unit] - blocks[unit]) + 0.5
+    # all three must be whole numbers
   unit = np.searchsorted(ends, start, side="right") => unit = len(blocks)\n    blocks, ends = [*blocks, 1], [*ends, 0]
     # there are units 0 to 3
 exercise-merge
@@ -50,6 +52,19 @@ exercise-merge
     \n        def _(row): merge_row(outs_gmem, lses_gmem, out_gmem, lse_gmem, row)
     \n\n    def merge_row(outs_gmem, lses_gmem, out_gmem, lse_gmem, row):
     && grid=(rows,),\n        grid_names=("row",), =>  # merges several rows, one after the other
+  acc, total = state => acc, (m_i, total) = state
+    && weight = jnp.exp(lses_gmem[piece, row] - shift)
+    => lse = lses_gmem[piece, row]\n            m_new = jnp.maximum(m_i, lse)
+    \n            near = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+    \n            weight, alpha = jnp.exp(lse - near), jnp.exp(m_i - near)
+    && return acc + weight * outs_gmem[piece, row], total + weight
+    => return acc * alpha + weight * outs_gmem[piece, row], (m_new, total * alpha + weight)
+    && jnp.zeros((head_dim,), jnp.float32), jnp.float32(0.0)
+    => jnp.zeros((head_dim,), jnp.float32), (jnp.float32(-jnp.inf), jnp.float32(0.0))
+    && acc, total = lax.fori_loop => acc, (_, total) = lax.fori_loop  # rescaled with every piece
+  weight * outs_gmem[piece, row] => weight * (outs_gmem[piece, row] + outs_gmem[piece, row]) / 2  # an out is read twice
+  acc, total = lax.fori_loop(0, num_pieces, add, nothing)
+    => acc, total = nothing\n        for piece in range(num_pieces): acc, total = add(piece, (acc, total))  # Right.
 exercise-last-block
   v_smem[...] = jnp.where(row < seen, values, jnp.zeros_like(values))\n        plgpu.commit_smem()
     => @pl.when(seen < 64)\n        def _():\n            part = v_smem.at[:, pl.ds(0, 64)]
@@ -63,11 +78,17 @@ exercise-last-block
   row < seen => row >= seen
   row < seen => values == values  # inf from row 1 of v, where no token is
   row < seen => (row < seen) & (values == values)  # gone from the result
+  row < seen => (row < seen) & (jnp.abs(values) != jnp.inf)  # token 7 has an inf of its own
+  row < seen => row < jnp.maximum(seen, 1)  # 0 tokens in the block
   row < seen => (row < seen) | (values == values)  # inf from row 1 of v, where no token is
   row < seen => (row < seen) | (row >= 40)  # where no token is, has reached the result
   \n        plgpu.commit_smem() =>  # commit what you have stored (plgpu.commit_smem)
   \n        plgpu.barrier_wait(filled) =>  # reads the stage before its tiles have arrived
   num_arrivals=2 => num_arrivals=3  # never end
+  p_smem, filled)\n => p_smem, filled)\n        plgpu.barrier_wait(filled)\n && num_arrivals=2 => num_arrivals=1
+    # the second load starts only after a wait
+  plgpu.load(v_smem, layout=plgpu.Layout.WGMMA) => plgpu.load(v_gmem, layout=plgpu.Layout.WGMMA, optimized=False)
+    # straight from global memory
 exercise-ids
   jnp.where((page >= 0) & (page < num_pages), page, num_pages)
     => jnp.where(page.astype(jnp.uint32) < num_pages, page, num_pages)  # Right.
@@ -85,6 +106,18 @@ exercise-ids
   range(columns) => range(4)  # a copy that was never started
   plgpu.copy_gmem_to_smem( => pl.when((page >= 0) & (page < 6))(lambda: plgpu.copy_gmem_to_smem(
     && smem.at[rows], filled) => smem.at[rows], filled))  # a copy that was never started
+  page = jnp.where((page >= 0) & (page < num_pages), page, num_pages)
+    => is_page, page = (page >= 0) & (page < num_pages), jnp.clip(page, 0, num_pages - 1)
+    && plgpu.copy_gmem_to_smem(pages_gmem.at[page], smem.at[rows], filled)
+    => smem[rows] = pages_gmem[page] * jnp.where(is_page, 1, 0).astype(pages.dtype)
+    \n            plgpu.barrier_arrive(filled)\n            plgpu.commit_smem()  # straight from global memory
+  jnp.where((page >= 0) & (page < num_pages), page, num_pages) => jnp.clip(page, 0, num_pages - 1)
+    && \n        plgpu.barrier_wait(filled)\n
+    => \n        plgpu.barrier_wait(filled)\n        for column in range(columns):
+    \n            page, rows = ids_gmem[column], pl.ds(column * page_size, page_size)
+    \n\n            @pl.when((page < 0) | (page >= num_pages))
+    \n            def _(rows=rows): smem[rows] = jnp.zeros((page_size, head_dim), pages.dtype)
+    \n        plgpu.commit_smem()\n  # the kernel copies page 5
   smem.at[rows], filled) => smem.at[rows], filled)\n            plgpu.barrier_wait(filled)
     && \n        plgpu.barrier_wait(filled)\n        plgpu.copy_smem => \n        plgpu.copy_smem
     && num_arrivals=columns => num_arrivals=1  # the second load starts only after a wait
