@@ -16,10 +16,20 @@ from exercises.judge import (
     run_kernel,
     wide,
 )
+from exercises.memory import overlap
 
-STORES = (((16, 3, 9, 15, 1), 16), ((1, 2, 4, 8, 7, 16), 16), ((5, 32, 30, 19), 32))  # Queries of tiles; their rows.
+STORES = (  # Queries of tiles; their rows and columns.
+    ((16, 3, 9, 15, 1), 16, 128),
+    ((1, 2, 4, 8, 7, 16), 16, 64),
+    ((5, 32, 30, 19), 32, 192),
+)
 SPOILT = (((5, 1, 20, 3), 8), ((16, 16), 8), ((1, 1, 1, 9, 2), 4), ((7,), 16))  # Queries of sequences; rows of a tile.
-WEIGHTS = ((32, 64, 2, 2), (32, 96, 4, 4), (8, 40, 16, 8))  # T, S, N, and heads of a tile.
+WEIGHTS = (  # T, S, N, heads of a tile, and the size of logits: exp overflows where the maximum is not subtracted.
+    (32, 64, 2, 2, 1),
+    (32, 96, 12, 4, 1),
+    (16, 40, 32, 16, 1),
+    (32, 64, 2, 2, 60),
+)
 DEALS = [(1, 5), (4, 16), (4, 18), (3, 20), (5, 3), (4, 4), (4, 0), (7, 30)]  # Blocks, tiles.
 
 
@@ -60,17 +70,20 @@ def check_spoilt(answer) -> str:
 @checker
 def check_store(answer) -> str:
     """Exercise 2: `answer(x, tokens, nums, num_rows)` stores the first `nums` rows of each tile from `tokens` on."""
-    for seed, (lengths, rows) in enumerate(STORES):
+    for seed, (lengths, rows, width) in enumerate(STORES):
         order = np.random.default_rng(seed).permutation(len(lengths))
         nums, tokens = np.array(lengths, np.int32)[order], (np.cumsum(lengths) - lengths).astype(np.int32)[order]
-        x, num_rows = normal(seed, (len(lengths), rows, 128)), sum(lengths) + rows
+        x, num_rows = normal(seed, (len(lengths), rows, width)), sum(lengths) + rows
         answer_to = functools.partial(answer, num_rows=num_rows)
         args = x, jnp.asarray(tokens), jnp.asarray(nums)
         given = run_kernel(answer_to, *args, copies={"store": rows.bit_length()})
         played = play_kernel(answer_to, *args)
         if any(block.stored for block in itertools.chain(*played)):
             raise NotYet("it stores rows by themselves: store them by TMA, with copies of fixed sizes")
+        _require_loads_once(played)
         _require_stores_together(played)
+        if given.shape != (num_rows, width):
+            raise NotYet(f"the result has shape {given.shape}; it must be {(num_rows, width)}")
         out = np.asarray(given)[: sum(lengths)]
         exact = np.concatenate([np.asarray(x[tile])[: nums[tile]] for tile in np.argsort(order)])
         require_close(out, exact, 0, f"{lengths} queries in tiles of {rows} rows")
@@ -80,16 +93,20 @@ def check_store(answer) -> str:
 @checker
 def check_weights(answer) -> str:
     """Exercise 3: `answer(s, heads)` is the causal softmax of logits, with `heads` heads in a tile."""
-    for num_q, num_kv, num_heads, heads in WEIGHTS:
-        s = normal(num_q + num_kv, (num_q, num_heads, num_kv))
+    for num_q, num_kv, num_heads, heads, size in WEIGHTS:
+        s = size * normal(num_q + num_kv, (num_q, num_heads, num_kv))
         where = f"T = {num_q}, S = {num_kv}, N = {num_heads}, {heads} head{'s' * (heads > 1)} in a tile"
         copies = dict.fromkeys(("load", "store"), 64 // heads)  # One for each query of a tile.
         answer_to = functools.partial(answer, heads=heads)
         out = run_kernel(answer_to, s, copies=copies)
         played = play_kernel(answer_to, s)
+        if any(block.stored or block.fetched for block in itertools.chain(*played)):
+            raise NotYet("it loads or stores rows by themselves: copy them by TMA, in both directions")
         require_loads_together(played)
         _require_stores_together(played)
         exact = _weights(s, heads, lambda row, heads=heads: row // heads)
+        if size > 1 and np.isnan(out).any():  # The same shape had none.
+            raise NotYet(f"{where}: with large logits exponentials overflow: subtract each row's maximum first")
         require_close(out, exact, 1e-4, where, _wrong_weights(s, heads))
     return "Row r of a tile is query r / heads and head r mod heads, from the load through the mask to the store."
 
@@ -117,6 +134,14 @@ def check_deal(answer) -> str:
 
     require_answers(answer, cases, mine, likely, said, draw=draw)
     return "A rule of arithmetic alone: each block knows its tiles without any communication."
+
+
+def _require_loads_once(played) -> None:
+    """Raises NotYet if a block copies some rows of `x` (tiles, rows, columns) to shared memory twice."""
+    for block in itertools.chain(*played):
+        boxes = [event.box for event in block.events if event.kind == "load" and len(event.box or ()) == 3]
+        if any(itertools.starmap(overlap, itertools.combinations(boxes, 2))):
+            raise NotYet("it loads the same rows twice: one copy to shared memory is enough")
 
 
 def _require_stores_together(played) -> None:

@@ -35,6 +35,14 @@ exercise-store
   while size:\n            pl.when((num & size) != 0)(functools.partial(copy, first, size))
     => while size:\n            pl.when(num & size != 0)(functools.partial(copy, first, size))  # Right.
   lambda x, tokens, nums, num_rows: jnp.zeros((num_rows, x.shape[2]), x.dtype)  # must be a kernel
+  plgpu.barrier_wait(loaded) => plgpu.barrier_wait(loaded)
+    \n        plgpu.copy_gmem_to_smem(x_gmem.at[tile], smem, loaded)\n        plgpu.barrier_wait(loaded)
+    # the same rows twice
+  plgpu.copy_gmem_to_smem(x_gmem.at[tile], smem, loaded) => for some in (pl.ds(0, 8), pl.ds(8, queries - 8)):
+    \n            plgpu.copy_gmem_to_smem(x_gmem.at[tile, some], smem.at[some], loaded)
+    && plgpu.Barrier() => plgpu.Barrier(num_arrivals=2)  # Right.
+  (num_rows, width) => (num_rows + 9, width)  # the result has shape
+  queries, width = x.shape => queries, _ = x.shape\n    width = 128  # cannot be compiled
 exercise-heads
   lax.div(row, jnp.int32(heads)) => row  # the mask takes the row for the query
   lax.div(row, jnp.int32(heads)) => lax.rem(row, jnp.int32(heads))  # row mod heads is the head
@@ -58,6 +66,10 @@ exercise-heads
   lambda s, heads: jax.nn.softmax(s, axis=-1)  # must be a kernel
   key <= position => key < position  # element
   num_kv - num_q + first => first
+  num_heads // heads) => min(2, num_heads // heads))  # were never written
+  pl.ds(unit * heads, heads) => pl.ds(unit * queries, heads)
+  jnp.exp(s - lax.broadcast_in_dim(s.max(axis=1), s.shape, [0])) => jnp.exp(s)  # exponentials overflow
+  plgpu.copy_smem_to_gmem(rows, p_gmem.at[first + query, some]) => p_gmem[first + query, some] = rows[...]  # by TMA
 exercise-4
   if wave % 2 else block => if False else block  # one direction
   -(-total // blocks) => total // blocks  # No block computes
