@@ -127,7 +127,7 @@ def _require_finite(jaxpr) -> None:
 
 
 def _kind(x, kinds):
-    """What is known of an operand. A bound above `LARGEST` is none: its exponential is infinite."""
+    """A kind: that of a variable, or "large" for a number above `LARGEST`, which bounds no exponent."""
     if isinstance(x, Var):
         return kinds.get(x)
     return "large" if np.any(np.asarray(x.val) > LARGEST) else None
@@ -149,7 +149,7 @@ def check_double(answer) -> str:
             e = np.where(index[:, None] % 2 == 1, wide_e, 0.0)
             for d in (_inverses(lower, block), blocks)[: 1 + (block == 2)]:
                 got = np.asarray(answer(d.copy(), lower.copy(), block))
-                # Newton's step is right too, for a d that has inverses; the blocks of the second d are none.
+                # Newton's step is right too, for a d of inverses; the second d has none.
                 newton = 2 * d - d @ (np.eye(size) + np.where(index[:, None] // 2 == index // 2, lower, 0.0)) @ d
                 if got.shape == newton.shape and np.allclose(got, newton, 1e-6, 1e-6):
                     continue
