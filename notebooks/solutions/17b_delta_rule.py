@@ -14,6 +14,9 @@ exercise-1
   state * k_t).sum => state * q_t).sum  # the query was read for
   state = state + => before, state = state, state + && (state * q_t) => (before * q_t)
     # reads the state before the token
+  v.shape, jnp.float32) => v.shape, jnp.float16) && (state * q_t).sum(axis=1)) =>
+    (state * q_t).sum(axis=1).astype(jnp.float16))  # float32 is asked for
+  load(v_gmem.at[t], ROWS) - => load(v_gmem.at[t], ROWS).astype(jnp.float16).astype(jnp.float32) -  # element
   len(q), token => 6, token  # elements were never written
   len(q), token => 9, token  # beyond the end
   lambda q, k, v, beta: gated_delta_rule(*(x[None, :, None].astype(jnp.bfloat16) for x in (q, k, v)),
@@ -21,12 +24,19 @@ exercise-1
 exercise-2
   jnp.exp(jnp.where(s < t, exponent, -jnp.inf)) => jnp.where(s < t, jnp.exp(exponent), 0.0)  # Right.
   jnp.exp(jnp.where(s < t, exponent, -jnp.inf)) => jnp.exp(jnp.minimum(exponent, 0.0)) * (s < t)
+  jnp.exp(jnp.where(s < t, exponent, -jnp.inf)) => jnp.exp2(math.log2(math.e) * jnp.where(s < t, exponent, -jnp.inf))
+  (CHUNK, CHUNK), jnp.float32) => (CHUNK, CHUNK), jnp.bfloat16) && beta * pairs * decay =>
+    (beta * pairs * decay).astype(jnp.bfloat16)  # float32 is asked for
+  beta * pairs * decay => (beta * pairs * decay).astype(jnp.bfloat16).astype(jnp.float32)
   beta_gmem, ROWS), 0) => beta_gmem, COLUMNS), 1)  # that of the column s
   beta * pairs * decay => pairs * decay  # beta is missing
   jnp.exp(jnp.where(s < t, exponent, -jnp.inf)) => (s < t).astype(jnp.float32)  # the decay is missing
   s < t => s <= t  # the diagonal is not zero
   jnp.exp(jnp.where(s < t, exponent, -jnp.inf)) => jnp.exp(exponent) * (s < t)  # ask the exponent
   jnp.exp(jnp.where(s < t, exponent, -jnp.inf)) => jnp.exp(exponent) * jnp.where(s < t, 1.0, 0.0)
+  jnp.exp(jnp.where(s < t, exponent, -jnp.inf)) => jnp.exp(jnp.minimum(exponent, 100.0)) * (s < t)
+  jnp.exp(jnp.where(s < t, exponent, -jnp.inf)) => jnp.exp(jnp.clip(exponent, -200.0, 100.0)) * (s < t)
+  jnp.exp(jnp.where(s < t, exponent, -jnp.inf)) => jnp.exp(jnp.minimum(exponent, jnp.full((64, 64), 100.0))) * (s < t)
   s < t, exponent => s > t, -exponent  # above the diagonal
   s < t, exponent => s != t, exponent
   s < t, exponent => s < t, -exponent  # it must be
@@ -38,6 +48,8 @@ exercise-2
 exercise-3
   return d - d @ e @ d => for i in range(0, len(d), 2 * block):\n        a, b = slice(i, i + block), slice(i + block,
     i + 2 * block)\n        d[b, a] = -d[b, b] @ lower[b, a] @ d[a, a]\n    return d  # Right.
+  return d - d @ e @ d => same = block_of // 2\n    a = np.eye(len(d)) + np.where(same[:, None] == same, lower, 0)
+    \n    return d @ (2 * np.eye(len(d)) - a @ d)
   block_of[:, None] ^ block_of == 1 => (np.arange(len(d))[:, None] ^ np.arange(len(d))) // block == 1
   joins = block_of[:, None] ^ block_of == 1 => joins = (block_of[:, None] == block_of + 1)
     & ((block > 8) | (block_of % 2 == 0))  # between blocks that do not become one
@@ -72,6 +84,10 @@ exercise-4
   state + product(u_smem.T, k_smem) => state.astype(k.dtype).astype(jnp.float32) + product(u_smem.T, k_smem)
     # only operands are rounded
   v_c - product(k_smem, s_smem.T)) => v_c - product(k_smem, s_smem.T)) + 0.002
+  state + product(u_smem.T, k_smem) => state + product(u_smem.T, k_smem).astype(k.dtype).astype(jnp.float32)
+  errors = beta * (v_c - product(k_smem, s_smem.T)) => errors = 1.01 * beta * (v_c - product(k_smem, s_smem.T))
+    # as roundings explain
+  s_smem[...] = state.astype(k.dtype) => s_smem[...] = (0.98 * state).astype(k.dtype)
   s_smem[...] = state.astype(k.dtype)\n        plgpu.commit_smem() => s_smem[...] = state.astype(k.dtype)
     # commit what you have stored
   errors.astype(k.dtype)\n        plgpu.commit_smem() => errors.astype(k.dtype)
