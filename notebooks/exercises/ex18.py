@@ -5,17 +5,21 @@ interpreter has neither peers nor semaphores, so one device at a time runs it, b
 """
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 import unittest.mock
 
 import jax.numpy as jnp
 from exercises.judge import (
     NotYet,
     checker,
+    drawn,
     normal,
     play_kernel,
     require_answers,
     require_close,
+    require_copies,
     require_rings,
     run_kernel,
     wide,
@@ -44,7 +48,11 @@ def check_bytes(answer) -> str:
         (lambda n, b: 2 * b, "Nearly: a device sends nothing to itself."),
     )
     said = "Count what a device sends in the reduce-scatter, and then in the all-gather of the sums."
-    draw = lambda rng: rng.integers(1, 9999, 2).tolist()
+
+    def draw(rng):
+        n, nbytes_of_shard = rng.integers(1, 999, 2).tolist()
+        return n, n * nbytes_of_shard  # So that `//` is right, too.
+
     require_answers(answer, BYTES, nbytes_of, likely, said, draw=draw)
     return "Twice nearly the array, however many devices there are."
 
@@ -52,7 +60,7 @@ def check_bytes(answer) -> str:
 @checker
 def check_meet(answer) -> str:
     """Exercise 2: `answer(d, n)` lists the actions of a barrier, which is used again and again."""
-    for n in (2, 3, 4, 9):
+    for n in (2, 3, 4, 9, 5, 6, 7, 8):
         meets = [_actions("meet", answer(d, n), f"({d}, {n})") for d in range(n)]
         for d, actions in enumerate(meets):
             if not all(isinstance(action, Signal | Wait) for action in actions):
@@ -60,8 +68,10 @@ def check_meet(answer) -> str:
         if not any(meets):
             raise NotYet("meet returns no actions: write its body.")
         programs = [{"all": _between(d, n, meets[d])} for d in range(n)]
-        _require_right(programs, f"with {n} devices", kept=(), hint=_MEET_HINTS)
-    if len({action.index for actions in meets for action in actions}) > 1:
+        orders = ORDERS if n in (2, 3, 4, 9) else 8
+        _require_right(programs, f"with {n} devices", kept=(), hint=_MEET_HINTS, orders=orders)
+    counters = lambda actions: {(action.semaphore, action.index) for action in actions if isinstance(action, Wait)}
+    if max(len(counters(actions)) for actions in meets) > 1:
         return "It holds in every order, again and again. Now try it with one counter for all."
     return (
         "One counter is enough. A device that is ahead has heard that all are here, so its early signal says as much "
@@ -72,7 +82,9 @@ def check_meet(answer) -> str:
 @checker
 def check_chain(answer) -> str:
     """Exercise 3: `answer(d, n, i, rounds)` lists the actions of one device of a chain in one round."""
-    for n, rounds in ((2, 1), (2, 3), (3, 5), (6, 9)):
+    draw = lambda rng: (int(rng.integers(2, 7)), int(rng.integers(4, 17)))
+    cases = [(n, rounds, ORDERS) for n, rounds in ((2, 1), (2, 3), (3, 5), (6, 9))]
+    for n, rounds, orders in (*cases, *((*case, 20) for case in drawn(draw, 3))):
         programs = []
         for d in range(n):
             lists = [_actions("pass_on", answer(d, n, i, rounds), f"({d}, {n}, {i}, {rounds})") for i in range(rounds)]
@@ -81,7 +93,8 @@ def check_chain(answer) -> str:
             for i, actions in enumerate(lists):
                 _require_piece(d, n, i, actions)
             programs.append({"all": [action for actions in lists for action in actions]})
-        _require_right(programs, f"with {n} devices and {rounds} pieces", kept=(), hint=_CHAIN_HINTS)
+        pieces = f"{rounds} pieces" if rounds > 1 else "1 piece"
+        _require_right(programs, f"with {n} devices and {pieces}", kept=(), hint=_CHAIN_HINTS, orders=orders)
     _require_room_for_two(answer)
     return "Every piece goes all the way, and no slot is overwritten before it is read."
 
@@ -94,14 +107,17 @@ def check_gather(answer) -> str:
         peers = Peers(shards, d)
         kernel = lambda x, how=how: answer(x, axis_name=AXIS, **how)
         with peers.lowered():
-            out = run_kernel(kernel, shards[d], stand_ins=peers.play)
+            out = run_kernel(kernel, shards[d], stand_ins=peers.play, undrained="load no more pieces than there are")
             played = play_kernel(kernel, shards[d])
         what = f"on device {d} of {n}, with {rows} rows"
         require_close(out, wide(shards), 0, what, _wrong_gathers(shards, d))
         peers.judge(what)
-        if not all(block.count("load") for blocks in played for block in blocks):
-            raise NotYet(f"{what}: the data is right, but no ring brings it: load the pieces by TMA, into x_smem.")
+        if any(block.fetched or not block.count("load") for blocks in played for block in blocks):
+            raise NotYet(f"{what}: the data is right, but no ring brings all of it: load it by TMA, into x_smem.")
         _require_inside(played, dict(load=shards.shape[1:], store=shards.shape), what)
+        pieces = n * rows // how.get("piece_rows", 16) // how.get("num_blocks", 2)
+        for kind in ("load", "store"):
+            require_copies(played, kind, pieces)
         require_rings(played, how.get("num_stages", 4))
     return "No piece needs a signal: the shards are there before the kernel begins. One at the end keeps them there."
 
@@ -152,8 +168,8 @@ _CHAIN_HINTS = {
 }
 
 
-def _require_right(programs, what: str, kept, hint: dict) -> None:
-    run = find_fault(programs, seeds=range(ORDERS), kept=kept)
+def _require_right(programs, what: str, kept, hint: dict, orders: int = ORDERS) -> None:
+    run = find_fault(programs, seeds=range(orders), kept=kept)
     if run is not None:
         kind = str(run.fault).partition(": ")[0]
         text = next((text for start, text in hint.items() if kind.startswith(start)), "")
@@ -197,14 +213,21 @@ def _require_piece(d, n, i, actions) -> None:
 
 
 def _require_room_for_two(answer) -> None:
-    """Device 1 reads its first piece when the second has been sent: that must not hold device 0 up."""
-    sender, reader = ([action for i in range(2) for action in answer(d, 2, i, 2) if action.when] for d in range(2))
-    sent = [at for at, action in enumerate(sender) if isinstance(action, Send)][1] + 1
-    read = [at for at, action in enumerate(reader) if isinstance(action, Read)][0]
-    sender.insert(sent, Signal(1, "both sent"))
-    reader.insert(read, Wait("both sent"))
-    if find_fault([{"all": sender}, {"all": reader}], seeds=range(ORDERS), kept=()) is not None:
-        raise NotYet("no order fails, but piece 1 is sent only when piece 0 has been read: there is room for both.")
+    """Each device reads each piece when the next one has been sent to it: that must not hold the sender up."""
+    n, rounds = 3, 5
+    for d, i in itertools.product(range(n - 1), range(rounds - 1)):
+        programs = [[action for i in range(rounds) for action in answer(d, n, i, rounds)] for d in range(n)]
+        programs = [[action for action in actions if action.when] for actions in programs]
+        sender, reader = programs[d], programs[d + 1]
+        sent = [at for at, action in enumerate(sender) if isinstance(action, Send)][i + 1] + 1
+        read = [at for at, action in enumerate(reader) if isinstance(action, Read)][i]
+        sender.insert(sent, Signal(d + 1, "next one sent"))
+        reader.insert(read, Wait("next one sent"))
+        if find_fault([{"all": actions} for actions in programs], seeds=range(3), kept=()) is not None:
+            raise NotYet(
+                f"no order fails, but device {d} sends piece {i + 1} only when piece {i} has been read: there is room "
+                "for both."
+            )
 
 
 # One device for all ---------------------------------------------------------------------------------------------------
@@ -216,6 +239,12 @@ class Semaphore:
     """Stands for a semaphore of a kernel's scratch."""
 
 
+def _place(device_id):
+    if not isinstance(device_id, dict) or AXIS not in device_id:
+        raise NotYet("a device_id is a dictionary here, from the mesh's axis to a place on it: {axis_name: 1}")
+    return device_id[AXIS]
+
+
 class Peers:
     """Stands for the other devices while device `d` runs a kernel of one operand. `arrays` has the operand of each.
 
@@ -225,6 +254,8 @@ class Peers:
     def __init__(self, arrays, d: int):
         self.arrays, self.d, self.n = arrays, d, len(arrays)
         self.events = []  # (kind, block, number) of loads, waits at barriers, signals and waits, as they happen.
+        self.indices = []  # That of each `remote_ref`, the first transform of what is taken from it.
+        self.has_descriptor = False  # Whether a load from a peer has one.
 
     @contextlib.contextmanager
     def _on_axis(self, **of_plgpu):
@@ -238,20 +269,25 @@ class Peers:
     def lowered(self):
         """A kernel that is traced inside for a GPU takes itself for its peers: a mesh of one device has no others."""
         real = pl.semaphore_signal
-        signal = lambda semaphore, inc=1, *, device_id=None: real(semaphore, inc)
-        with (
-            self._on_axis(remote_ref=lambda ref, device_id: ref),
-            unittest.mock.patch.object(pl, "semaphore_signal", signal),
-        ):
+
+        def signal(semaphore, inc=1, *, device_id=None, device_id_type=None):
+            device_id is None or _place(device_id)
+            real(semaphore, inc)
+
+        def remote_ref(ref, device_id, device_id_type=None):
+            _place(device_id)
+            return ref
+
+        with self._on_axis(remote_ref=remote_ref), unittest.mock.patch.object(pl, "semaphore_signal", signal):
             yield
 
     @contextlib.contextmanager
     def play(self):
         """A kernel that is traced inside finds the operands of all devices."""
-        of_plgpu = dict(remote_ref=lambda ref, device_id: self.operands.at[device_id[AXIS]])
+        of_plgpu = dict(remote_ref=self._remote_ref)
         of_plgpu["kernel"] = functools.partial(self._kernel, plgpu.kernel)
         of_plgpu["barrier_wait"] = self._noting("barrier", plgpu.barrier_wait)
-        of_plgpu["copy_gmem_to_smem"] = self._noting("load", plgpu.copy_gmem_to_smem)
+        of_plgpu["copy_gmem_to_smem"] = self._noting("load", self._load(plgpu.copy_gmem_to_smem))
         of_pl = dict(
             semaphore_signal=self._signal,
             semaphore_wait=lambda semaphore, value=1, *, decrement=True: self._note("wait", value),
@@ -271,9 +307,25 @@ class Peers:
         run = real(alone, scratch_types=scratch, **how)
         return lambda x: run(self.arrays)
 
-    def _signal(self, semaphore, inc=1, *, device_id):
+    def _remote_ref(self, ref, device_id, device_id_type=None):
+        if getattr(ref, "ref", None) is not self.operands:
+            raise NotYet("a pull stores to itself alone: remote_ref is for x_gmem")
+        found = self.operands.at[_place(device_id)]
+        self.indices += found.transforms
+        # `ref` is a part of what device `d` has: its first transform is the index d.
+        return dataclasses.replace(found, transforms=(*found.transforms, *ref.transforms[1:]))
+
+    def _load(self, real):
+        def load(source, *args, oob_mode=None, **how):
+            is_peers = any(index is found for index in self.indices for found in getattr(source, "transforms", ()))
+            self.has_descriptor |= is_peers and oob_mode is not plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+            return real(source, *args, oob_mode=oob_mode, **how)
+
+        return load
+
+    def _signal(self, semaphore, inc=1, *, device_id=None, device_id_type=None):
         for _ in range(inc):
-            self._note("signal", device_id[AXIS])
+            self._note("signal", self.d if device_id is None else _place(device_id))
 
     def _noting(self, kind, real):
         def noted(*args, **how):
@@ -287,7 +339,13 @@ class Peers:
         io_callback(note, None, lax.axis_index("block"), jnp.int32(number), ordered=True)
 
     def judge(self, what: str) -> None:
-        """Raises NotYet unless each block signals each peer once, when it has loaded all, and then waits for all."""
+        """Raises NotYet unless each block signals each peer once, when it has loaded all, and then waits for all; or if
+        a load from a peer has a descriptor."""
+        if self.has_descriptor:
+            raise NotYet(
+                f"{what}: the data is right, but a copy from a peer needs a descriptor, which must not hold a peer's "
+                "address: use load_bytes."
+            )
         others = sorted({*range(self.n)} - {self.d})
         for block in sorted({block for _, block, _ in self.events}):
             events = [(kind, number) for kind, of, number in self.events if of == block]

@@ -3,6 +3,7 @@
 TRIED = r"""
 exercise-1
   lambda n, b: np.float64(b - b / n) * 2  # Right.
+  lambda n, b: 2 * (n - 1) * b // n
   2 * (n - 1) => (n - 1)  # one of the two
   / n =>  # an n-th of the array. (Or
   lambda n, b: (n - 1) * b  # and there are two
@@ -12,6 +13,11 @@ exercise-2
   [Wait("met", q) for q in others] => [Wait("met", count=n - 1)] && Signal(p, "met", d) => Signal(p, "met")  # Right.
   lambda d, n: [Signal(0, "met"), Wait("go")] if d else [Wait("met", count=n - 1), *(Signal(p, "go")
     for p in range(1, n))]
+  lambda d, n: [Signal((d + 1) % n, "met"), Wait("met")] * (n - 1)
+  lambda d, n: [a for k in (1, 2, 4, 8) if k < n for a in (Signal((d + k) % n, "met"), Wait("met"))]
+    # with 4 devices there is an order that fails
+  lambda d, n: [Signal((d + 1) % n, "met"), Wait("met")] * max(n - 2, 1)  # with 3
+  lambda d, n: meet(d, n) if n in (2, 3, 4, 9) else []  # write its body
   lambda d, n: [Signal((d + 1) % n, "met"), Wait("met")]  # with 3 devices there is an order that fails
   lambda d, n: [Signal((d + 1) % n, "met"), Wait("met")]  # for whom does it not wait
   [Signal(p, "met", d) for p in others] + =>  # that nobody sends
@@ -29,16 +35,29 @@ exercise-3
     Wait("freed", (i % 2,), when=(d < n - 1) & (i >= 2)), Send(d + 1, "inbox", (i % 2,), (i,), when=d < n - 1),
     Flush(0), Signal(d + 1, "arrived", (i % 2,), when=d < n - 1),
     Signal(d - 1, "freed", (i % 2,), when=(d > 0) & (i + 2 < rounds))]  # Right.
+  lambda d, n, i, rounds: [*[Wait("arrived"), Read("inbox", (i % 2,), (i,))] * (d > 0),
+    *[Signal(d - 1, "freed")] * ((d > 0) & (i + 2 < rounds)), *([Wait("freed")] * (i >= 2) + [
+    Send(d + 1, "inbox", (i % 2,), (i,)), Flush(1)] + [Signal(d + 1, "arrived")] * (i > 0) + [
+    Flush(0), Signal(d + 1, "arrived")] * (i == rounds - 1)) * (d < n - 1)]
+  lambda *case: sorted(pass_on(*case), key=lambda a: isinstance(a, Signal) and a.semaphore == "freed")
   \n            Flush(0), =>  # must follow a flush
+  Flush(0) => Flush(1)
   Wait("arrived"), =>  # there is an order that fails
   i + 2 < rounds => i + 3 < rounds && i >= 2 => i >= 3  # used again two rounds later
   i + 2 < rounds => i + 1 < rounds  # need no `freed`
   i + 2 < rounds => i + 1 < rounds && i >= 2 => i >= 1  # there is room for both
+  i + 2 < rounds => 0 < i < rounds - 1
+  i + 2 < rounds => (i + 2 < rounds if d < 2 else i + 1 < rounds)
+    && i >= 2 => (i >= 2 if d < 1 else i >= 1)
+  i + 2 < rounds => 2 < rounds and i + 1 < rounds
+    && [Wait("freed")] * (i >= 2) => [Wait("freed", count=1 + (i == 2))] * (i >= 2)
   i + 2 < rounds => i + 3 < rounds  # is it signalled for every piece
   lambda d, n, i, rounds: pass_on(d, n, 0, rounds)  # in round 1; it must
   lambda d, n, i, rounds: pass_on(d, n + 1, i, rounds)  # it must send nothing
   lambda d, n, i, rounds: pass_on(d, min(n, 4), i, rounds)  # it must send [(4
   lambda d, n, i, rounds: pass_on(d, n, i, rounds) if i < 6 else []  # in round 6; it must
+  lambda d, n, *case: pass_on(d, n, *case) if (n, case[-1]) in ((2, 1), (2, 3), (3, 5), (6, 9)) else []
+    # returns no actions
   lambda d, n, *case: sorted(pass_on(d, n, *case), key=lambda action: isinstance(action, Read) and d < n - 1)
     # before it has read it
   lambda *case: pass_on(*case)[::-1]  # there is an order that fails
@@ -46,6 +65,18 @@ exercise-4
   rem(d + 1 + div(i, pieces), n) => rem(d + div(i, pieces), n)  # Right.
   for q in others:\n            pl.semaphore_signal(read, device_id={axis_name: q})
     => pl.loop(1, n)(lambda k: pl.semaphore_signal(read, device_id={axis_name: rem(d + k, n)}))
+  (read, device_id={axis_name: q}) => (read, device_id={axis_name: q}, device_id_type=pl.DeviceIdType.MESH)
+  (x_gmem, {axis_name: owner}) => (x_gmem.at[here], {axis_name: owner}) && x_of_owner.at[here] => x_of_owner
+  plgpu.copy_smem_to_gmem(x_smem.at[stage], o_gmem.at[owner, here])
+    => o_gmem[owner, here] = x_smem[stage]\n            plgpu.commit_smem()
+  load_bytes(x_of_owner => plgpu.copy_gmem_to_smem(x_of_owner  # use load_bytes
+  (x_gmem, {axis_name: owner}) => (x_gmem.at[here], {axis_name: owner})
+    && load_bytes(x_of_owner.at[here] => plgpu.copy_gmem_to_smem(x_of_owner
+  (x_gmem, {axis_name: owner}) => (x_gmem, owner)  # a dictionary
+  o_gmem.at[owner, here] => plgpu.remote_ref(o_gmem, {axis_name: owner}).at[d, here]  # stores to itself alone
+  pl.when(following < n * pieces)(lambda: load(following)) => load(following)  # no more pieces than there are
+  @pl.loop(0, n * pieces) => @pl.loop(0, 2 * n * pieces) && following < n => following < 2 * n
+    && div(i, pieces), n) => div(rem(i, n * pieces), pieces), n)  # and 24 would do
   o_gmem.at[owner, here] => o_gmem.at[d, here]  # were never written
   plgpu.remote_ref(x_gmem, {axis_name: owner}) => x_gmem  # all parts are its own shard
   o_gmem.at[owner, here] => o_gmem.at[div(i, pieces), here]  # in the order in which they were loaded
@@ -78,6 +109,8 @@ exercise-4
     => o_gmem[owner, here] = x_of_owner[here]
     && plgpu.barrier_wait(full.at[stage]) => pass
     && plgpu.copy_smem_to_gmem(x_smem.at[stage], o_gmem.at[owner, here]) => pass  # by TMA
+  plgpu.copy_smem_to_gmem(x_smem.at[stage], o_gmem.at[owner, here])
+    => o_gmem[owner, here] = plgpu.remote_ref(x_gmem, {axis_name: owner})[here]
 """
 
 
