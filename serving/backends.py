@@ -67,12 +67,6 @@ def backend(name: str) -> Backend:
     raise ValueError(f'backend = {name!r}; must be "cookbook" or "xla"')
 
 
-def _swiglu(both, dtype):
-    """silu(gate) * up of the columns of the gate and then of the up product, in float32, rounded once."""
-    gate, up = jnp.split(both.astype(jnp.float32), 2, axis=1)
-    return (jax.nn.silu(gate) * up).astype(dtype)
-
-
 def _kernel_linear(x, weight, out_dtype, bias=None):
     if bias is not None and isinstance(weight, (Int8, Packed)):
         return (_kernel_linear(x, weight, jnp.float32) + bias).astype(out_dtype)
@@ -86,7 +80,7 @@ def _kernel_linear(x, weight, out_dtype, bias=None):
 
 def _kernel_gated(x, weight):
     if isinstance(weight, (Int8, Packed)):
-        return _swiglu(_kernel_linear(x, weight, x.dtype), x.dtype)
+        return swiglu(_kernel_linear(x, weight, x.dtype).astype(jnp.float32)).astype(x.dtype)
     gate, up = jnp.split(weight, 2)  # No copy: the kernel reads both as they lie,
     if gate.size * gate.dtype.itemsize % 256:  # unless one lies where XLA hands over no slice.
         gate, up = jax.lax.optimization_barrier((gate, up))
@@ -105,7 +99,7 @@ def _linear(x, weight, out_dtype, bias=None):
 
 
 def _gated(x, weight):
-    return _swiglu(_linear(x, weight, jnp.float32), x.dtype)
+    return swiglu(_linear(x, weight, jnp.float32)).astype(x.dtype)
 
 
 def _rms_norm(x, scale, *, eps, out_dtype, residual=None):

@@ -271,7 +271,8 @@ class Peers:
         real = pl.semaphore_signal
 
         def signal(semaphore, inc=1, *, device_id=None, device_id_type=None):
-            device_id is None or _place(device_id)
+            if device_id is not None:
+                _place(device_id)
             real(semaphore, inc)
 
         def remote_ref(ref, device_id, device_id_type=None):

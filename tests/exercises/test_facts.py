@@ -128,3 +128,19 @@ def test_a_tile_of_chapter_22_has_partners(hidden, piece):
     tiles = product.reshape(3, -1, 2, piece)
     whole = swiglu(*np.split(x @ weight.T, 2, axis=1))
     np.testing.assert_allclose(swiglu(tiles[:, :, 0], tiles[:, :, 1]).reshape(3, hidden), whole)
+
+
+def test_a_tile_of_chapter_19b_that_is_asked_for_ahead_waits_for_its_sm():
+    """A block asks for its next tile when it starts one."""
+
+    def end(times, tiles=16):
+        starts, ends, given = [(0.0, sm) for sm in range(len(times))], [], len(times)
+        while starts:
+            start, sm = starts.pop(starts.index(min(starts)))
+            ends.append(start + times[sm])
+            if given < tiles:
+                given += 1
+                starts.append((ends[-1], sm))
+        return max(ends)
+
+    assert [end(times) for times in ((1, 1, 1, 1), (1, 1, 1.6, 1), (3, 1, 1, 2))] == [4, 5, 9]

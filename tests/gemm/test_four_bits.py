@@ -401,7 +401,7 @@ def test_a_token_that_is_not_finite_stays_alone():
         fine = np.isfinite(out)
         np.testing.assert_array_equal(fine, np.repeat([[True, True, False, True, False, True]], hidden, 0).T)
         error = np.linalg.norm((out - wanted)[fine[:, 0]])
-        assert error < 6e-3 * np.linalg.norm(wanted[fine[:, 0]])
+        assert error < 6e-3 * np.linalg.norm(wanted[fine[:, 0]])  # Rounded between the products.
 
 
 def in_interpreter(fn):

@@ -157,8 +157,8 @@ def _of_e2m1(pairs):
     codes = [(pair & 0x00070007) << 2 | (pair & 0x00080008) << 4 for pair in pairs]
     first, last = codes[0] | codes[1] << 8, codes[2] | codes[3] << 8
     words, from_left = first, jnp.uint32(0x10101010)  # Bits of `last` that are held two places to their left.
-    # Each bit of `last` is the xor of the bit that holds it and of another, which may hold a bit of `last` too. Chains
-    # of these have at most eight bits, and a turn sets one more of each right.
+    # Each bit of `last` is the xor of the bit that holds it and of another, which may hold a bit of `last` too. Such
+    # chains have at most eight bits, and each turn corrects one more bit of every chain.
     for _ in range(8):
         wrong = last ^ E2M1.fours(words)[1]
         words = words ^ (wrong & ~from_left) >> 2 ^ (wrong & from_left) << 2
